@@ -1,0 +1,103 @@
+"""Bringing batches to the training loop."""
+
+import atexit
+import weakref
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from shared import interruption, seeding
+from shared.data.sampling import BatchSampler, SampleKey
+
+
+class Batch(Protocol):
+    """What loading and running have to know of a batch."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
+
+
+class BatchSource(Protocol[BatchT_co]):
+    """A data set that makes whole batches: cheaper than collating samples one by one."""
+
+    def __len__(self) -> int: ...
+    def __getitems__(self, keys: list[SampleKey]) -> BatchT_co: ...
+
+
+class Loader(Generic[BatchT]):
+    """Batches of a data set, the same whatever the number of workers.
+
+    Args:
+        dataset: makes a batch from a list of keys.
+        batch_size: samples in a batch; the last one of an epoch may be smaller.
+        seed: of the run; the order of an epoch is a function of (seed, epoch).
+        shuffle: False gives the order of the set.
+        workers: processes that make batches ahead; 0 makes them in this process, when asked.
+        pin: put batches into pinned memory, so that copies to a GPU do not block.
+    """
+
+    def __init__(
+        self,
+        dataset: BatchSource[BatchT],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = False,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        self.size = len(dataset)
+        """Samples in an epoch."""
+        self._sampler = BatchSampler(self.size, batch_size, seed, shuffle)
+        self._loader: DataLoader[BatchT] = DataLoader(
+            dataset,  # type: ignore[arg-type]
+            batch_sampler=self._sampler,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=pin,
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # its own: the global one is left alone
+        )
+        if workers > 0:
+            atexit.register(_end_workers, weakref.ref(self._loader))
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._sampler)
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[BatchT]:
+        """The batches of an epoch, without its first `start` samples."""
+        self._sampler.epoch, self._sampler.start = epoch, start
+        yield from self._loader
+
+
+def _as_it_is(batch: BatchT) -> BatchT:
+    return batch
+
+
+def _start_worker(worker: int) -> None:
+    interruption.ignore_signals()
+
+
+def _end_workers(loader: "weakref.ref[DataLoader[BatchT]]") -> None:
+    """Ask the workers of a loader that is still alive at exit to end.
+
+    multiprocessing would send them SIGTERM, which they ignore, and wait for them for ever. A
+    loader that is deleted before asks by itself.
+    """
+    alive = loader()
+    if alive is not None and alive._iterator is not None:
+        alive._iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def seed_sample(seed: int, key: SampleKey) -> None:
+    """Set the global generators for one sample: then any transform repeats with (seed, key)."""
+    seeding.seed_everything(seeding.SAMPLE, seed, key.epoch, key.sample)

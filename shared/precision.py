@@ -1,0 +1,43 @@
+"""The number formats of a run: float32 as IEEE defines it, TF32, or bfloat16 autocast."""
+
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+
+from shared.errors import UserError
+
+Precision = Literal["fp32", "tf32", "bf16"]
+
+
+def set_precision(precision: Precision, device: torch.device) -> None:
+    """Choose how float32 products are computed, for matrix products and convolutions alike.
+
+    Only the `fp32_precision` interface is used: mixing it with `allow_tf32` raises errors.
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html
+
+    Raises:
+        UserError: the device has no such precision.
+    """
+    if precision == "tf32" and not _has_tf32(device):
+        raise UserError(
+            f"--precision tf32: needs an NVIDIA GPU of compute capability 8.0, not {device}"
+        )
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has no bfloat16")
+    mode = "tf32" if precision == "tf32" else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = mode
+    torch.backends.cudnn.conv.fp32_precision = mode  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn.fp32_precision = mode  # type: ignore[attr-defined]
+
+
+def _has_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which forward and loss run: bfloat16 where it is safe, or unchanged.
+
+    bfloat16 has the range of float32, so it needs no scaling of the loss.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

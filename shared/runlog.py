@@ -1,0 +1,109 @@
+"""The log of a run: JSON lines for programs, TensorBoard for browsers, plain text for people."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shared.data.loading import BatchT
+
+METRICS_FILE = "metrics.jsonl"
+"""Name of the file in a run folder with one JSON object a line: `event`, `step`, and values."""
+
+PLAIN_LINE_EVERY = 30.0
+"""Seconds between lines within an epoch where there is no terminal to draw a bar on."""
+
+
+class RunLog:
+    """Appends events to `metrics.jsonl` and to TensorBoard, and tells people what happens.
+
+    Args:
+        folder: of the run.
+        position: length in bytes that `metrics.jsonl` had when the checkpoint was written that is
+            continued from; what was logged later, and a line torn by a crash, is cut off.
+        step: of that checkpoint; TensorBoard hides what it knows of later steps.
+    """
+
+    def __init__(self, folder: Path, position: int = 0, step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / METRICS_FILE
+        if path.exists():
+            os.truncate(path, min(position, path.stat().st_size))
+        self._file = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._bar: Any = None
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._board.close()
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        """Log one event. Numbers also go to TensorBoard, as `event/name`."""
+        line = json.dumps({"event": event, "step": step, **values}, allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._board.add_scalar(f"{event}/{name}", value, step)
+
+    def flushed_position(self) -> int:
+        """Put the log on the disk; return its length in bytes, for a checkpoint."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def say(self, line: str) -> None:
+        """Print a line for people, above the progress bar if there is one."""
+        self._last_line = time.monotonic()
+        if self._bar is None:
+            print(line)
+        else:
+            self._bar.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def progress(
+        self, batches: Iterable[BatchT], done: int, total: int, title: str
+    ) -> Iterator[BatchT]:
+        """Pass batches through; on a terminal, draw a bar that counts samples."""
+        from tqdm import tqdm
+
+        with tqdm(
+            initial=done, total=total, desc=title, unit="sample", leave=False,
+            disable=not sys.stderr.isatty(),
+        ) as self._bar:  # fmt: skip
+            try:
+                for batch in batches:
+                    yield batch
+                    self._bar.update(batch.samples)
+            finally:
+                self._bar = None
+
+    def show(self, **values: float) -> None:
+        """Show values of the step beside the bar, or now and then as a line of their own."""
+        text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None and not self._bar.disable:
+            self._bar.set_postfix_str(text)
+        elif time.monotonic() - self._last_line >= PLAIN_LINE_EVERY:
+            self.say(text)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run, without a last line that a crash tore."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,46 @@
+"""What the tests of more than one room use."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = ("--width=8", "--epochs=2", "--device=cpu", "--threads=1", "--log-every=5")
+"""A narrow network, on one thread so that tests can share the machine: a run takes seconds."""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Start a reference as a person would, tiny, in a folder of its own."""
+
+    def start_script(script: str, *flags: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, ROOT / "refs" / script, *TINY, *flags],
+            cwd=tmp_path,
+            env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start_script
+
+
+@pytest.fixture
+def run(start: Start) -> Run:
+    """Run a reference to its end."""
+
+    def run_script(script: str, *flags: str) -> "subprocess.CompletedProcess[str]":
+        process = start(script, *flags)
+        stdout, stderr = process.communicate(timeout=400)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    return run_script

@@ -1,0 +1,299 @@
+"""The vision reference as a person uses it: the real command, on tiny work."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SCRIPT = "vision_resnet.py"
+ALL_OF_IT = ("--ema=0.9", "--accumulate=2", "--clip-norm=1", "--checkpoint-every=3")
+
+
+def last_line(done) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(folder: Path) -> list[dict[str, Any]]:
+    """The log without what differs between two runs that do the same."""
+    timed = ("samples_per_s", "data_wait", "peak_rss", "result")
+    return [{k: v for k, v in event.items() if k not in timed} for event in events(folder)]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def wait_for(condition, process, seconds: float = 200) -> None:
+    """Poll until the condition holds; the process must not end before that."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def has_logged_a_step(folder: Path) -> bool:
+    log = folder / "metrics.jsonl"
+    return log.exists() and '"step"' in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, Path]:
+    """Run folders of runs that nobody interrupted, by their name, filled by `undisturbed_run`."""
+    return {"": tmp_path_factory.mktemp("undisturbed")}
+
+
+def undisturbed_run(undisturbed, run, name: str, *flags: str) -> Path:
+    if name not in undisturbed:
+        folder = undisturbed[""] / name
+        assert run(SCRIPT, *flags, f"--run-dir={folder}").returncode == 0
+        undisturbed[name] = folder
+    return undisturbed[name]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, others[name]), name
+    assert without_times(one) == without_times(other)
+    assert files(one / "checkpoints") == files(other / "checkpoints")
+
+
+def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tmp_path):
+    done = run(SCRIPT, "--run-dir=mine", "--checkpoint-every=10")
+    result = last_line(done)
+    folder = tmp_path / "mine"
+    board = [name for name in files(folder) if name.startswith("tensorboard/events")]
+    assert len(board) == 1
+    assert files(folder) - set(board) == {
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "curves.png",
+        "model.safetensors",
+        "checkpoints/best.pt",
+        "checkpoints/step-00000030.pt",
+        "checkpoints/step-00000040.pt",
+    }
+    assert {"test_accuracy", "test_loss", "seconds", "setup_s", "data_wait"} < result.keys()
+    assert result["run_dir"] == "mine"
+    assert result["samples_per_s"] > 0
+    assert 0 <= result["data_wait"] < 1
+    assert result["peak_memory_bytes"] > 100e6
+    assert result["steps"] == 40
+    steps = [event for event in events(folder) if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(5, 41, 5))
+    assert {"loss", "lr", "grad_norm", "samples_per_s", "data_wait", "peak_rss"} < steps[0].keys()
+    assert json.loads((folder / "environment.json").read_text()).keys() == {"machine", "subject"}
+    scalars = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [point.step for point in scalars.Scalars("epoch/val_loss")] == [20, 40]
+
+    again = run(SCRIPT, "--run-dir=mine")
+    assert last_line(again) == result, "a finished run prints its result again"
+    assert "epoch" not in again.stdout, "and trains nothing"
+
+    for weights in ("model.safetensors", "checkpoints/step-00000040.pt"):
+        evaluated = last_line(run(SCRIPT, f"--evaluate=mine/{weights}"))
+        assert evaluated["test_accuracy"] == result["test_accuracy"]
+        assert evaluated["test_loss"] == pytest.approx(result["test_loss"], rel=1e-6)
+
+
+def test_the_saved_settings_fed_back_give_the_same_weights(run, tmp_path, undisturbed):
+    whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT)
+    config = (whole / "config.toml").read_text()
+    again = [line for line in config.splitlines() if not line.startswith("run_dir")]
+    (tmp_path / "again.toml").write_text("\n".join(again))
+    last_line(run(SCRIPT, "--config=again.toml", "--run-dir=again"))
+    assert_same_run(whole, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("all", ALL_OF_IT),
+        ("all", (*ALL_OF_IT, "--workers=2")),
+        ("plateau", ("--schedule=plateau", "--optimizer=adamw", "--checkpoint-every=3")),
+    ],
+    ids=["no workers", "two workers", "plateau and adamw"],
+)
+def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
+    run, start, tmp_path, undisturbed, name, flags
+):
+    whole = undisturbed_run(undisturbed, run, name, *flags)
+    moments = random.Random(f"{flags}")
+    for _ in range(2):
+        process = start(SCRIPT, *flags, "--run-dir=killed")
+        wait_for(lambda: has_logged_a_step(tmp_path / "killed"), process)
+        time.sleep(moments.uniform(0, 1.5))
+        process.kill()
+        process.communicate()
+    last_line(run(SCRIPT, *flags, "--run-dir=killed"))
+    assert_same_run(whole, tmp_path / "killed")
+
+
+def test_a_run_killed_in_the_middle_of_a_save_ends_with_the_same_weights(
+    run, start, tmp_path, undisturbed
+):
+    whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT)
+    folder = tmp_path / "killed" / "checkpoints"
+    for _ in range(5):
+        process = start(SCRIPT, *ALL_OF_IT, "--run-dir=killed")
+        wait_for(lambda: any(folder.glob("*.partial")), process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        if any(folder.glob("*.partial")):
+            break
+    assert any(folder.glob("*.partial")), "no save was hit in 5 attempts"
+    last_line(run(SCRIPT, *ALL_OF_IT, "--run-dir=killed"))
+    assert_same_run(whole, tmp_path / "killed")
+
+
+def test_a_torn_log_and_a_damaged_checkpoint_are_mended(run, start, tmp_path, undisturbed):
+    whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT)
+    process = start(SCRIPT, *ALL_OF_IT, "--run-dir=torn")
+    checkpoints = tmp_path / "torn" / "checkpoints"
+    wait_for(lambda: len(list(checkpoints.glob("step-*.pt"))) == 2, process)
+    process.kill()
+    process.communicate()
+    with (tmp_path / "torn" / "metrics.jsonl").open("a") as log:
+        log.write('{"event": "step", "st')
+    newest = max(checkpoints.glob("step-*.pt"))
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    done = run(SCRIPT, *ALL_OF_IT, "--run-dir=torn")
+    last_line(done)
+    assert newest.name in done.stdout + done.stderr
+    assert_same_run(whole, tmp_path / "torn")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_after_the_step_with_a_checkpoint(run, start, tmp_path, undisturbed, signum):
+    flags = ("--ema=0.9", "--accumulate=2", "--clip-norm=1", "--checkpoint-every=0", "--workers=2")
+    process = start(SCRIPT, *flags, "--run-dir=stopped")
+    wait_for(lambda: has_logged_a_step(tmp_path / "stopped"), process)
+    os.kill(process.pid, signum)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert "to continue: the same command with --run-dir stopped" in stderr
+    assert "Traceback" not in stderr
+    assert len(list((tmp_path / "stopped" / "checkpoints").glob("step-*.pt"))) == 1
+    last_line(run(SCRIPT, *flags, "--run-dir=stopped"))
+    whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT)
+    weights, others = (load_file(f / "model.safetensors") for f in (whole, tmp_path / "stopped"))
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+
+
+def test_what_the_user_says_on_resuming_wins_and_is_said(run, tmp_path):
+    last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1", "--schedule=step"))
+    (tmp_path / "more.toml").write_text("epochs = 2")
+    done = run(SCRIPT, "--run-dir=mine", "--lr=0.001", "--config=more.toml")
+    last_line(done)
+    assert "--lr is 0.001 from the command line; the run had 0.05" in done.stdout
+    lrs = {event["lr"] for event in events(tmp_path / "mine") if event["event"] == "step"}
+    assert lrs == {0.05, 0.001}
+
+
+def test_dry_run_goes_all_the_way_and_keeps_nothing(run, tmp_path):
+    done = run(SCRIPT, "--dry-run", "--run-dir=long", "--epochs=500", "--ema=0.9")
+    assert last_line(done)["passed"] is True
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overfit_batch_passes_and_fails(run, tmp_path):
+    done = run(SCRIPT, "--overfit-batch", "--run-dir=learnt", "--batch-size=16")
+    assert last_line(done)["passed"] is True
+    assert (tmp_path / "learnt" / "curves.png").stat().st_size > 10_000
+    failed = run(SCRIPT, "--overfit-batch", "--lr=0", "--batch-size=16")
+    assert failed.returncode == 1
+    assert json.loads(failed.stdout.splitlines()[-1])["passed"] is False
+
+
+def test_a_loss_that_is_not_finite_says_where_and_keeps_the_last_good_checkpoint(run, tmp_path):
+    last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
+    before = files(tmp_path / "mine" / "checkpoints")
+    done = run(SCRIPT, "--run-dir=mine", "--epochs=3", "--lr=1e30", "--checkpoint-every=1")
+    assert done.returncode == 1
+    assert "at step 2" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert before <= files(tmp_path / "mine" / "checkpoints")
+    saved = torch.load(tmp_path / "mine" / "checkpoints" / "step-00000020.pt", weights_only=True)
+    assert all(tensor.isfinite().all() for tensor in saved["model"].values())
+
+
+def test_profile_writes_a_trace(run, tmp_path):
+    done = run(SCRIPT, "--profile", "--run-dir=mine", "--epochs=1")
+    last_line(done)
+    trace = json.loads((tmp_path / "mine" / "profile.json").read_text())
+    assert any("convolution" in event.get("name", "") for event in trace["traceEvents"])
+    assert "aten::" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--lr=-1", "--seed=-2"), "--lr must be ≥ 0, got -1.0"),
+        (("--lr=-1", "--seed=-2"), "--seed must be ≥ 0, got -2"),
+        (("--lr=nan",), "--lr must be ≥ 0, got nan"),
+        (("--width=0",), "--width must be ≥ 1"),
+        (("--accumulate=65",), "--accumulate 65"),
+        (("--ema=1.5",), "--ema must be between 0 and 1"),
+        (("--crop-padding=-1",), "--crop-padding must be"),
+        (("--optimizer=adamw", "--momentum=0.8"), "--momentum 0.8"),
+        (("--dry-run", "--overfit-batch"), "--dry-run and --overfit-batch exclude each other"),
+        (("--device=gpu",), "--device gpu"),
+        (("--device=cuda:99",), "--device cuda:99"),
+        (("--precision=tf32",), "--precision tf32"),
+        (("--config=absent.toml",), "absent.toml: No such file"),
+        (("--evaluate=absent.pt",), "absent.pt"),
+        (("--resume=absent.pt",), "absent.pt"),
+        (("--run-dir=/proc/mine",), "/proc/mine"),
+        (("--batch-size=1258", "--stem=imagenet"), "--batch-size 1258"),
+        (("--warmup-epochs=-1",), "--warmup-epochs must be"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(run, tmp_path, flags, complaint):
+    done = run(SCRIPT, *flags)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert complaint in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").rglob("*.pt"))
+
+
+def test_a_misspelt_flag_gets_a_suggestion(run):
+    done = run(SCRIPT, "--batchsize=3")
+    assert done.returncode == 2
+    assert "--batch-size" in done.stderr
+
+
+def test_help_explains_every_setting(run):
+    done = run(SCRIPT, "--help")
+    assert done.returncode == 0
+    for text in ("--accumulate", "Micro-batches that an optimizer", "--run-dir", "--no-flip"):
+        assert text in done.stdout
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(run, tmp_path):
+    last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
+    before = (tmp_path / "mine" / "metrics.jsonl").read_text()
+    done = run(SCRIPT, "--run-dir=mine", "--resume=never", "--epochs=3")
+    assert done.returncode == 2
+    assert "--resume never: mine holds a run already" in done.stderr
+    assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
+
+    other = run(SCRIPT, "--run-dir=mine", "--epochs=3", "--width=16")
+    assert other.returncode == 2
+    assert "its model is" in other.stderr
+    assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
