@@ -18,13 +18,13 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from shared import nvml
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,12 +35,6 @@ _ALLOCATOR_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "THP_MEM_ALLOC_ENABLE",
 )
-
-# The names of `nvidia-smi topo -m`, by nvmlGpuTopologyLevel_t (nvml.h), nearest first.
-_TOPOLOGY_LEVELS = {0: "INTERNAL", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-
-# NVML_P2P_CAPS_INDEX_READ of nvml.h. The constant in pynvml is the tuple (0,), by a stray comma.
-_P2P_READ = 0
 
 
 def machine() -> dict[str, Any]:
@@ -118,7 +112,7 @@ def why_no_accelerator() -> str | None:
         return "torch is built for Intel GPUs (XPU) and finds none"
     if torch.backends.mps.is_built():
         return "torch is built for MPS, which this macOS or this computer does not offer"
-    with _nvml() as (_, driver_problem):
+    with nvml.opened() as (_, driver_problem):
         gpu = "; this computer has an NVIDIA driver" if driver_problem is None else ""
     return f"torch {torch.__version__} is built without CUDA (a build for the CPU alone){gpu}"
 
@@ -131,14 +125,14 @@ def _accelerator() -> dict[str, Any]:
     if device is None:
         return {"type": None, "count": 0, "devices": [], "topology": None}
     count = torch.accelerator.device_count()
-    with _nvml() as (nvml, _):
-        handles = [_nvml_handle(nvml, device.type, index) for index in range(count)]
+    with nvml.opened() as (library, _):
+        handles = [nvml.card_at(library, device.type, index) for index in range(count)]
         devices = [
-            _device_properties(device.type, index) | _device_limits(nvml, handle)
+            _device_properties(device.type, index) | nvml.limits(library, handle)
             for index, handle in enumerate(handles)
         ]
-        paired = nvml is not None and device.type == "cuda" and count > 1
-        topology = _topology(nvml, handles) if paired else None
+        paired = library is not None and device.type == "cuda" and count > 1
+        topology = nvml.topology(library, handles) if paired else None
     return {"type": device.type, "count": count, "devices": devices, "topology": topology}
 
 
@@ -159,120 +153,14 @@ def _device_properties(kind: str, index: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _nvml() -> Iterator[tuple[Any, str | None]]:
-    """Open NVML and yield (pynvml, None), or (None, what is wrong) where no driver works."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError_LibraryNotFound:  # the library comes with the driver
-        yield None, "no NVIDIA driver found"
-        return
-    except pynvml.NVMLError as error:
-        yield None, f"the NVIDIA driver does not work: {error}"
-        return
-    try:
-        yield pynvml, None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _ask(nvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML; None for what this card, driver or user may not read.
-
-    Every error of NVML counts: which one a card answers with differs by driver (not supported, no
-    permission, unknown), and no run should end because a description of it has a gap.
-    """
-    try:
-        return function(*arguments)
-    except nvml.NVMLError:
-        return None
-
-
-def _nvml_handle(nvml: Any, kind: str, index: int) -> Any:
-    """Find the card by its place on the bus: CUDA_VISIBLE_DEVICES renumbers torch's devices."""
-    if nvml is None or kind != "cuda":
-        return None
-    card: Any = torch.cuda.get_device_properties(index)
-    # https://docs.nvidia.com/deploy/nvml-api: domain:bus:device.function, in hexadecimal
-    place = f"{card.pci_domain_id:08X}:{card.pci_bus_id:02X}:{card.pci_device_id:02X}.0"
-    return _ask(nvml, nvml.nvmlDeviceGetHandleByPciBusId, place)
-
-
-def _device_limits(nvml: Any, handle: Any) -> dict[str, Any]:
-    """What the card is allowed to do, where NVML tells.
-
-    `requested` clocks are those that somebody set (`nvidia-smi -ac`) or the default; a card may be
-    unable to hold them, which only readings during a run show.
-    """
-    if handle is None:
-        return {
-            "power_cap_w": None,
-            "sm_mhz": {"requested": None, "max": None},
-            "memory_mhz": {"requested": None, "max": None},
-            "nvlinks": None,
-        }
-    milliwatts = _ask(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-    return {
-        "power_cap_w": None if milliwatts is None else milliwatts / 1000,
-        "sm_mhz": _clocks(nvml, handle, nvml.NVML_CLOCK_SM),
-        "memory_mhz": _clocks(nvml, handle, nvml.NVML_CLOCK_MEM),
-        "nvlinks": _nvlinks(nvml, handle),
-    }
-
-
-def _clocks(nvml: Any, handle: Any, clock: int) -> dict[str, int | None]:
-    return {
-        "requested": _ask(nvml, nvml.nvmlDeviceGetApplicationsClock, handle, clock),
-        "max": _ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, clock),
-    }
-
-
-def _nvlinks(nvml: Any, handle: Any) -> int | None:
-    """Count the active NVLinks of a card: a bridge of four is not a switch with eighteen."""
-    states = [
-        _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link)
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-    ]
-    known = [state for state in states if state is not None]
-    return known.count(nvml.NVML_FEATURE_ENABLED) if known else None
-
-
-def _topology(nvml: Any, handles: Sequence[Any]) -> list[dict[str, Any]]:
-    """How each pair of devices is joined: the way over PCIe, NVLink, and direct access."""
-    return [
-        {
-            "devices": [first, second],
-            "path": _path(nvml, handles[first], handles[second]),
-            "nvlink": _peer(nvml, handles[first], handles[second], nvml.NVML_P2P_CAPS_INDEX_NVLINK),
-            "p2p": _peer(nvml, handles[first], handles[second], _P2P_READ),
-        }
-        for first, second in combinations(range(len(handles)), 2)
-    ]
-
-
-def _path(nvml: Any, first: Any, second: Any) -> str | None:
-    if first is None or second is None:
-        return None
-    return _TOPOLOGY_LEVELS.get(_ask(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, first, second))
-
-
-def _peer(nvml: Any, first: Any, second: Any, capability: int) -> bool | None:
-    if first is None or second is None:
-        return None
-    status = _ask(nvml, nvml.nvmlDeviceGetP2PStatus, first, second, capability)
-    return None if status is None else bool(status == nvml.NVML_P2P_STATUS_OK)
-
-
 def _why_no_cuda(built_for: str) -> str:
     """Find why a torch that is built for CUDA `built_for` ("13.0") sees no device."""
-    with _nvml() as (nvml, problem):
+    with nvml.opened() as (library, problem):
         if problem is not None:
             return problem
-        driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
-        supported = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion)  # 12020 for CUDA 12.2
-        count = _ask(nvml, nvml.nvmlDeviceGetCount)
+        driver = nvml.ask(library, library.nvmlSystemGetDriverVersion)
+        supported = nvml.ask(library, library.nvmlSystemGetCudaDriverVersion)  # 12020 for CUDA 12.2
+        count = nvml.ask(library, library.nvmlDeviceGetCount)
     # Within one major version an older driver runs newer CUDA code; across two it does not:
     # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
     if supported is not None and supported // 1000 < int(built_for.split(".")[0]):
@@ -402,8 +290,8 @@ def _installed(distribution: str) -> str | None:
 
 
 def _libraries() -> dict[str, Any]:
-    with _nvml() as (nvml, _):
-        driver = None if nvml is None else _ask(nvml, nvml.nvmlSystemGetDriverVersion)
+    with nvml.opened() as (library, _):
+        driver = None if nvml is None else nvml.ask(library, library.nvmlSystemGetDriverVersion)
     build = torch.__config__.show()
     backends: Any = torch.backends  # without annotations of their own
     return {

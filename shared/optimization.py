@@ -56,8 +56,8 @@ class Schedule(Protocol):
     Which of the two moves the learning rate is the schedule's own affair, so one that counts
     epochs cannot be advanced at every step by mistake, nor the other way round.
 
-    A schedule's state holds how far the run has come and nothing that was configured, so that a
-    resumed run follows the lengths and factors it is given now.
+    A schedule's state says how far the run has come, not what it was configured with: a resumed run
+    follows the lengths and factors it is given now.
     """
 
     @property

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shared import environment
+from shared import nvml as management
 from shared.environment import machine, subject, why_no_accelerator
 
 GIB = 2**30
@@ -302,7 +303,7 @@ def test_topology_names_path_nvlink_and_direct_access_for_every_pair(monkeypatch
 def test_levels_of_topology_are_those_of_nvml():
     names = ("INTERNAL", "SINGLE", "MULTIPLE", "HOSTBRIDGE", "NODE", "SYSTEM")
     levels = [getattr(pynvml, f"NVML_TOPOLOGY_{name}") for name in names]
-    assert list(environment._TOPOLOGY_LEVELS) == levels
+    assert list(management._TOPOLOGY_LEVELS) == levels
 
 
 def test_a_value_that_the_card_does_not_support_is_none_and_the_others_stay(monkeypatch):
@@ -353,7 +354,7 @@ def test_cuda_devices_without_nvml_have_no_limits_and_no_topology(monkeypatch):
 
 def test_nvml_is_closed_when_reading_fails(monkeypatch):
     nvml = cuda_machine(monkeypatch, Card(1))
-    monkeypatch.setattr(environment, "_device_limits", lambda *_: 1 / 0)
+    monkeypatch.setattr(management, "limits", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         machine()
     assert nvml.opened == 0

@@ -167,9 +167,13 @@ def test_compiled_parts_of_a_network_load_from_and_into_the_plain_one(process_gr
         (["module.a", "module.c"], ["a", "b"], ["a", "c"]),
         (["module.c"], ["a"], ["module.c"]),
         # Names that only look like a wrapper's.
-        (["my_orig_mod.a", "modules.a"], ["a"], ["my_orig_mod.a", "modules.a"]),
+        (["my_orig_mod.a", "modules.a"], ["mya", "a"], ["my_orig_mod.a", "modules.a"]),
         # Two keys must not become one.
-        (["a", "_orig_mod.a"], ["a"], ["a", "_orig_mod.a"]),
+        (
+            ["a", "_orig_mod.a", "_orig_mod.b"],
+            ["a", "b"],
+            ["a", "_orig_mod.a", "_orig_mod.b"],
+        ),
         ([], ["a"], []),
     ],
 )
