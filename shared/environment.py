@@ -291,7 +291,7 @@ def _installed(distribution: str) -> str | None:
 
 def _libraries() -> dict[str, Any]:
     with nvml.opened() as (library, _):
-        driver = None if nvml is None else nvml.ask(library, library.nvmlSystemGetDriverVersion)
+        driver = None if library is None else nvml.ask(library, library.nvmlSystemGetDriverVersion)
     build = torch.__config__.show()
     backends: Any = torch.backends  # without annotations of their own
     return {
