@@ -43,9 +43,9 @@ class Augmentation:
     contrast: float = 0.0
     """Jitter s: a factor uniform in [max(0, 1 - s), 1 + s]."""
     saturation: float = 0.0
-    """Jitter s: a factor uniform in [max(0, 1 - s), 1 + s]; grey images stay as they are."""
+    """Jitter s: a factor uniform in [max(0, 1 - s), 1 + s]; one-channel images stay as they are."""
     hue: float = 0.0
-    """Jitter h ≤ 0.5: a shift uniform in [-h, h] turns; grey images stay as they are."""
+    """Jitter h ≤ 0.5: a shift uniform in [-h, h] turns; one-channel images stay as they are."""
 
     def __post_init__(self) -> None:
         for name in ("crop_padding", "brightness", "contrast", "saturation", "hue"):

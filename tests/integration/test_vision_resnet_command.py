@@ -297,3 +297,20 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(run, tmp_path):
     assert other.returncode == 2
     assert "its model is" in other.stderr
     assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("chain", range(20))
+def test_five_kills_at_any_moment_change_no_weight(run, start, tmp_path, undisturbed, chain):
+    flags = (*ALL_OF_IT, f"--workers={2 * (chain % 2)}", "--epochs=4")
+    whole = undisturbed_run(undisturbed, run, f"stress {chain % 2}", *flags)
+    moments = random.Random(chain)
+    for _ in range(5):
+        process = start(SCRIPT, *flags, "--run-dir=killed")
+        if moments.random() < 0.5:
+            wait_for(lambda: any((tmp_path / "killed").rglob("*.pt*")), process)
+        time.sleep(moments.uniform(0, 4))
+        process.kill()
+        process.communicate()
+    last_line(run(SCRIPT, *flags, "--run-dir=killed"))
+    assert_same_run(whole, tmp_path / "killed")

@@ -341,6 +341,14 @@ def test_damage_to_a_safetensors_file_never_changes_a_weight_unseen(tmp_path):
             assert f"{path} is damaged" in one_line(caught.value)
 
 
+def test_another_dtype_of_the_same_size_is_damage(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_weights(path, nn.Linear(2, 2), {})
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+    with pytest.raises(UserError, match="is damaged: its content does not match its checksum"):
+        read_weights(path)
+
+
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text").write_text("no safetensors here, but a few words of text")

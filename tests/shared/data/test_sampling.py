@@ -1,0 +1,88 @@
+"""The order of an epoch, and the position in it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.data.sampling import BatchSampler, SampleKey, epoch_order
+
+sizes = st.integers(0, 50)
+seeds = st.integers(0, 2**40)
+epochs = st.integers(0, 2**31)
+
+
+def sampler(size, batch_size, seed=0, shuffle=True, epoch=0, start=0):
+    sampler = BatchSampler(size, batch_size, seed, shuffle)
+    sampler.epoch, sampler.start = epoch, start
+    return sampler
+
+
+@given(sizes, seeds, epochs)
+def test_an_epoch_has_every_sample_once(size, seed, epoch):
+    order = epoch_order(size, seed, epoch)
+    assert order.dtype == torch.int64
+    assert sorted(order.tolist()) == list(range(size))
+
+
+def test_an_order_depends_on_seed_and_epoch_alone():
+    first = epoch_order(100, 1, 2)
+    torch.manual_seed(123)
+    torch.rand(7)
+    assert torch.equal(epoch_order(100, 1, 2), first)
+    assert not torch.equal(epoch_order(100, 1, 3), first)
+    assert not torch.equal(epoch_order(100, 2, 2), first)
+    assert not torch.equal(epoch_order(100, 2, 1), first)
+
+
+@pytest.mark.parametrize(
+    ("seed", "epoch", "expected"),
+    [
+        (0, 0, [6, 3, 1, 5, 8, 7, 0, 2, 9, 4]),
+        (0, 1, [3, 6, 0, 2, 9, 4, 5, 8, 7, 1]),
+        (1, 0, [4, 8, 5, 0, 7, 6, 2, 3, 9, 1]),
+    ],
+)
+def test_orders_never_change(seed, epoch, expected):
+    """Another order here makes every run another run."""
+    assert epoch_order(10, seed, epoch).tolist() == expected
+
+
+@given(st.integers(1, 50), st.integers(1, 60), seeds, epochs, st.booleans())
+def test_batches_are_the_order_cut_up(size, batch_size, seed, epoch, shuffle):
+    whole = sampler(size, batch_size, seed, shuffle, epoch)
+    batches = list(whole)
+    order = epoch_order(size, seed, epoch).tolist() if shuffle else list(range(size))
+    assert [key for batch in batches for key in batch] == [SampleKey(epoch, i) for i in order]
+    assert len(batches) == len(whole)
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+    assert 1 <= len(batches[-1]) <= batch_size
+
+
+@given(st.data(), st.integers(1, 50), st.integers(1, 60), st.booleans())
+def test_an_epoch_that_is_continued_is_the_rest_of_the_whole(data, size, batch_size, shuffle):
+    whole = list(sampler(size, batch_size, 3, shuffle, 4))
+    done = data.draw(st.integers(0, len(whole)))
+    start = sum(len(batch) for batch in whole[:done])
+    assert list(sampler(size, batch_size, 3, shuffle, 4, start)) == whole[done:]
+
+
+@given(st.data(), st.integers(1, 50), st.integers(1, 60), st.integers(1, 60))
+def test_another_batch_size_goes_on_with_the_samples_that_are_left(data, size, before, now):
+    start = data.draw(st.integers(0, size))
+    order = epoch_order(size, 3, 4).tolist()
+    batches = list(sampler(size, now, 3, True, 4, start))
+    assert [key.sample for batch in batches for key in batch] == order[start:]
+    assert all(len(batch) == now for batch in batches[:-1])
+    assert all(batches)
+
+
+def test_an_empty_set_has_no_batches():
+    assert list(sampler(0, 4)) == []
+    assert len(sampler(0, 4)) == 0
+
+
+def test_keys_are_plain_numbers():
+    """They go to workers, for whom pickling a tensor costs a file descriptor."""
+    ((key,),) = sampler(1, 1)
+    assert type(key.sample) is type(key.epoch) is int

@@ -1,0 +1,78 @@
+"""Signals that wait for the end of a step."""
+
+import signal
+
+import pytest
+
+from shared.interruption import SIGNALS, Interruption, ignore_signals
+
+
+@pytest.fixture
+def arrived():
+    """Signals that a handler from before was called with."""
+    calls = []
+    before = {s: signal.signal(s, lambda signum, frame: calls.append(signum)) for s in SIGNALS}
+    yield calls
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_the_first_signal_is_noted_and_the_second_acts_as_before(arrived, signum):
+    with Interruption() as interruption:
+        assert interruption.signum is None
+        signal.raise_signal(signum)
+        assert interruption.signum == signum
+        assert arrived == []
+        signal.raise_signal(signum)
+        assert arrived == [signum]
+        assert interruption.signum == signum
+
+
+def test_after_one_signal_the_other_acts_as_before(arrived):
+    with Interruption() as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert interruption.signum == signal.SIGTERM
+    assert arrived == [signal.SIGINT]
+
+
+def test_a_second_ctrl_c_is_a_keyboard_interrupt(arrived):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Interruption():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGTERM])
+def test_handlers_are_put_back_at_the_end_also_of_a_failure(arrived, first):
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+
+    def fail():
+        with Interruption():
+            assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+            if first is not None:
+                signal.raise_signal(first)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert {signum: signal.getsignal(signum) for signum in SIGNALS} == before
+
+
+def test_default_and_ignored_signals_are_put_back_too(arrived):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Interruption():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_worker_ignores_both_signals(arrived, signum):
+    ignore_signals()
+    signal.raise_signal(signum)
+    assert arrived == []
+    assert signal.getsignal(signum) is signal.SIG_IGN

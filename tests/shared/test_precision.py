@@ -1,0 +1,101 @@
+"""Number formats: what is computed in which, and through which of PyTorch's interfaces."""
+
+import pytest
+import torch
+
+from shared.errors import UserError
+from shared.precision import autocast, set_precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def switches():
+    cudnn = torch.backends.cudnn
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+
+
+@pytest.fixture(autouse=True)
+def _switches_as_before():
+    before = [switch.fp32_precision for switch in switches()]
+    yield
+    for switch, precision in zip(switches(), before, strict=True):
+        switch.fp32_precision = precision
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make this a machine with such a GPU."""
+
+    def set_up(capability: tuple[int, int], bf16: bool = True) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: bf16 or emulated)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old Card")
+
+    return set_up
+
+
+def test_bf16_computes_products_in_bfloat16_and_sums_of_losses_in_float32():
+    x, w = torch.randn(4, 3), torch.randn(3, 2, requires_grad=True)
+    with autocast("bf16", CPU):
+        logits = x @ w
+        loss = torch.nn.functional.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert w.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_the_others_change_no_result(precision):
+    x, w = torch.randn(4, 3), torch.randn(3, 2)
+    with autocast(precision, CPU):
+        product = x @ w
+    assert product.dtype == torch.float32
+    assert torch.equal(product, x @ w)
+
+
+@pytest.mark.parametrize(
+    ("precision", "mode"), [("fp32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")]
+)
+def test_products_and_convolutions_have_the_same_mode(gpu, precision, mode):
+    gpu((8, 0))
+    for switch in switches():
+        switch.fp32_precision = "ieee" if mode == "tf32" else "tf32"
+    set_precision(precision, CUDA)
+    assert [switch.fp32_precision for switch in switches()] == [mode] * 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_the_older_interface_can_still_be_read(gpu, precision):
+    """torch.compile reads it, and PyTorch raises where the two interfaces disagree."""
+    gpu((8, 0))
+    set_precision(precision, CUDA)
+    assert torch.backends.cuda.matmul.allow_tf32 is (precision == "tf32")
+    assert torch.backends.cudnn.allow_tf32 is (precision == "tf32")
+    assert isinstance(torch.get_float32_matmul_precision(), str)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability"), [(CPU, (0, 0)), (torch.device("mps"), (0, 0)), (CUDA, (7, 5))]
+)
+def test_tf32_is_refused_where_there_is_none(gpu, device, capability):
+    gpu(capability)
+    with pytest.raises(
+        UserError, match=rf"^--precision tf32: needs an NVIDIA GPU .* not {device}$"
+    ):
+        set_precision("tf32", device)
+
+
+def test_bf16_is_refused_where_it_would_be_emulated(gpu):
+    gpu((7, 5), bf16=False)
+    with pytest.raises(UserError, match=r"^--precision bf16: Old Card has no bfloat16$"):
+        set_precision("bf16", CUDA)
+    gpu((8, 0))
+    set_precision("bf16", CUDA)
+
+
+def test_a_refusal_changes_nothing():
+    before = [switch.fp32_precision for switch in switches()]
+    with pytest.raises(UserError):
+        set_precision("tf32", CPU)
+    assert [switch.fp32_precision for switch in switches()] == before
