@@ -13,7 +13,8 @@ Precision = Literal["fp32", "tf32", "bf16"]
 def set_precision(precision: Precision, device: torch.device) -> None:
     """Choose how float32 products are computed, for matrix products and convolutions alike.
 
-    Only the `fp32_precision` interface is used: mixing it with `allow_tf32` raises errors.
+    PyTorch has two interfaces for this, which must not be mixed, and this is the older one: after
+    `fp32_precision = "tf32"`, asking through the older one raises, as torch.compile does for GPUs.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html
 
     Raises:
@@ -25,10 +26,8 @@ def set_precision(precision: Precision, device: torch.device) -> None:
         )
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has no bfloat16")
-    mode = "tf32" if precision == "tf32" else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = mode
-    torch.backends.cudnn.conv.fp32_precision = mode  # type: ignore[attr-defined]
-    torch.backends.cudnn.rnn.fp32_precision = mode  # type: ignore[attr-defined]
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def _has_tf32(device: torch.device) -> bool:

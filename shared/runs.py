@@ -229,6 +229,7 @@ class Run:
             test: of the final weights, on the part that nothing was chosen by.
             more: what a script adds.
         """
+        picture = curves.draw(self.folder, runlog.read(self.folder), f"{self.name} {self.folder}")
         totals = self._clock.read()
         self.result = {
             "run_dir": str(self.folder),
@@ -243,7 +244,6 @@ class Run:
             **more,
         }
         self.log.event("result", self.progress.step, result=self.result)
-        picture = curves.draw(self.folder, runlog.read(self.folder), f"{self.name} {self.folder}")
         self.log.say(f"test: accuracy {test.accuracy:.2%}, loss {test.loss:.4f}; curves: {picture}")
         return self.result
 

@@ -17,6 +17,7 @@ from shared import seeding
 from shared.data import images
 from shared.data.images import ImageBatch
 from shared.errors import UserError
+from shared.program import run_program
 from shared.runs import Run
 
 GOLDEN = Path(__file__).parent / "vision_resnet_keys.json"
@@ -339,3 +340,35 @@ def test_weights_of_another_network_or_of_other_classes_are_refused(config):
     torch.save({"x": torch.ones(1)}, stranger)
     with pytest.raises(UserError, match="stranger"):
         vision_resnet.main(replace(config, evaluate=stranger))
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--lr=-1", "--seed=-2"), "--lr must be ≥ 0, got -1.0"),
+        (("--lr=-1", "--seed=-2"), "--seed must be ≥ 0, got -2"),
+        (("--lr=nan",), "--lr must be ≥ 0, got nan"),
+        (("--width=0",), "--width must be ≥ 1"),
+        (("--accumulate=65",), "--accumulate 65"),
+        (("--ema=1.5",), "--ema must be between 0 and 1"),
+        (("--crop-padding=-1",), "--crop-padding must be"),
+        (("--optimizer=adamw", "--momentum=0.8"), "--momentum 0.8"),
+        (("--dry-run", "--overfit-batch"), "--dry-run and --overfit-batch exclude each other"),
+        (("--device=gpu",), "--device gpu"),
+        (("--device=cuda:99",), "--device cuda:99"),
+        (("--precision=tf32",), "--precision tf32"),
+        (("--config=absent.toml",), "absent.toml: No such file"),
+        (("--evaluate=absent.pt",), "absent.pt"),
+        (("--resume=absent.pt",), "absent.pt"),
+        (("--run-dir=/proc/mine",), "/proc/mine"),
+        (("--batch-size=1258", "--stem=imagenet"), "--batch-size 1258"),
+        (("--warmup-epochs=-1",), "--warmup-epochs must be"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(tmp_path, monkeypatch, capsys, flags, complaint):
+    monkeypatch.chdir(tmp_path)
+    assert run_program(vision_resnet.main, Config, "", ["--device=cpu", *flags]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error.strip().splitlines()) == 1
+    assert not any(tmp_path.rglob("*.toml")), "nothing was begun"

@@ -1,4 +1,4 @@
-"""Number formats: what is computed in which, and through which of PyTorch's interfaces."""
+"""Number formats: what is computed in which."""
 
 import pytest
 import torch
@@ -9,17 +9,19 @@ from shared.precision import autocast, set_precision
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def switches():
-    cudnn = torch.backends.cudnn
-    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
-
-
 @pytest.fixture(autouse=True)
 def _switches_as_before():
-    before = [switch.fp32_precision for switch in switches()]
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
-    for switch, precision in zip(switches(), before, strict=True):
-        switch.fp32_precision = precision
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def uses_tf32() -> list[bool]:
+    """For products, convolutions and recurrent layers."""
+    cudnn = torch.backends.cudnn
+    switches = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    return [switch.fp32_precision == "tf32" for switch in switches]
 
 
 @pytest.fixture
@@ -54,25 +56,22 @@ def test_the_others_change_no_result(precision):
     assert torch.equal(product, x @ w)
 
 
-@pytest.mark.parametrize(
-    ("precision", "mode"), [("fp32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")]
-)
-def test_products_and_convolutions_have_the_same_mode(gpu, precision, mode):
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "tf32"])
+def test_products_and_convolutions_have_the_same_mode(gpu, precision):
     gpu((8, 0))
-    for switch in switches():
-        switch.fp32_precision = "ieee" if mode == "tf32" else "tf32"
+    set_precision("fp32" if precision == "tf32" else "tf32", CUDA)
     set_precision(precision, CUDA)
-    assert [switch.fp32_precision for switch in switches()] == [mode] * 3
+    assert uses_tf32() == [precision == "tf32"] * 3
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_the_older_interface_can_still_be_read(gpu, precision):
-    """torch.compile reads it, and PyTorch raises where the two interfaces disagree."""
+def test_compiling_can_ask_which_mode_it_is(gpu, precision):
+    """PyTorch raises where its two interfaces disagree, and torch.compile asks for GPUs."""
     gpu((8, 0))
     set_precision(precision, CUDA)
     assert torch.backends.cuda.matmul.allow_tf32 is (precision == "tf32")
     assert torch.backends.cudnn.allow_tf32 is (precision == "tf32")
-    assert isinstance(torch.get_float32_matmul_precision(), str)
+    assert torch.get_float32_matmul_precision() == {"fp32": "highest", "tf32": "high"}[precision]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_bf16_is_refused_where_it_would_be_emulated(gpu):
 
 
 def test_a_refusal_changes_nothing():
-    before = [switch.fp32_precision for switch in switches()]
+    before = uses_tf32()
     with pytest.raises(UserError):
         set_precision("tf32", CPU)
-    assert [switch.fp32_precision for switch in switches()] == before
+    assert uses_tf32() == before

@@ -150,3 +150,9 @@ def test_a_workspace_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_deterministic(True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_switching_off_what_is_off_is_free(monkeypatch):
+    """PyTorch imports its compiler for it, which takes longer than a whole short run."""
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", None)
+    set_deterministic(False)
