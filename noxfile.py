@@ -8,7 +8,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 LOWEST = ("torch==2.9.1", "torchvision==0.24.1", "torchaudio==2.9.1")
 
-EVERYTHING = ("-n", "auto", "--cov", "--cov-report=term")
+EVERYTHING = ("-n", "auto", "--dist=worksteal", "--cov", "--cov-report=term")
 """What the tests do when nothing is selected: all of it, in parallel, with coverage.
 
 A selection (a path, `-k name`) runs in one process, so that `--pdb` works and the coverage of a
@@ -26,17 +26,6 @@ def install(session: nox.Session, *args: str) -> None:
         session.log(f"using this environment as it is; not installing {' '.join(args)}")
     else:
         session.install(*args)
-
-
-def run_pytest(session: nox.Session, marker: str, *args: str) -> None:
-    """Run the tests with a marker, several processes of torch on the same cores.
-
-    By default a thread of OpenMP that waits keeps its core busy. Two processes of two threads on
-    two busy cores were seen to train more than ten times slower for it. A thread that sleeps
-    instead computes the same.
-    """
-    env = {"OMP_WAIT_POLICY": "passive"}
-    session.run("python", "-m", "pytest", "-m", marker, *args, env=env)
 
 
 @nox.session
@@ -64,21 +53,21 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests but the long ones, on the newest versions; `-- -k name` selects."""
     install(session, "-e", ".[tests]")
-    run_pytest(session, "not stress", *(session.posargs or EVERYTHING))
+    session.run("python", "-m", "pytest", "-m", "not stress", *(session.posargs or EVERYTHING))
 
 
 @nox.session
 def tests_lowest(session: nox.Session) -> None:
     """The same tests on the oldest torch that is supported."""
     install(session, "-e", ".[tests]", *LOWEST)
-    run_pytest(session, "not stress", *(session.posargs or EVERYTHING))
+    session.run("python", "-m", "pytest", "-m", "not stress", *(session.posargs or EVERYTHING))
 
 
 @nox.session
 def stress(session: nox.Session) -> None:
     """The long fault tests: hundreds of killed and resumed runs."""
     install(session, "-e", ".[tests]")
-    run_pytest(session, "stress", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "stress", *session.posargs)
 
 
 @nox.session

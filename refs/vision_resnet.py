@@ -64,6 +64,8 @@ NAME = "vision_resnet"
 class Config(RunConfig):
     """Settings of a run; those that every run has come first."""
 
+    epochs: int = 12
+    """Times that every training sample is used."""
     data: images.Name = "digits"
     """digits ships with the package; synthetic is noise, to measure speed with."""
     stem: Literal["imagenet", "cifar"] = "cifar"

@@ -1,6 +1,9 @@
 """Ending at the next good moment when SIGTERM or Ctrl-C arrives."""
 
+import multiprocessing
+import os
 import signal
+import threading
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -41,10 +44,22 @@ class Interruption:
             signal.signal(signum, handler)  # type: ignore[arg-type]
 
 
-def ignore_signals() -> None:
-    """For loader workers: a signal to the process group must not kill them under the main process.
+def shield_worker() -> None:
+    """For loader workers: only the main process may end them, so that it can end in order itself.
 
-    They end when the main process closes its loader, or dies (pytorch#119856).
+    Shells and schedulers send signals to all processes of a job, which would kill the workers
+    under the main process before it has saved (pytorch#119856). But SIGTERM is also what the main
+    process ends a worker with that does not end when asked: ignored, it would wait for ever.
     """
-    for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # elsewhere PyTorch's own handler stays
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)

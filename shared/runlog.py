@@ -84,12 +84,10 @@ class RunLog:
             initial=done, total=total, desc=title, unit="sample", leave=False,
             disable=not sys.stderr.isatty(),
         ) as self._bar:  # fmt: skip
-            try:
-                for batch in batches:
-                    yield batch
-                    self._bar.update(batch.samples)
-            finally:
-                self._bar = None
+            for batch in batches:
+                yield batch
+                self._bar.update(batch.samples)
+        self._bar = None
 
     def show(self, **values: float) -> None:
         """Show values of the step beside the bar, or now and then as a line of their own."""

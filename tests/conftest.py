@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+# Tests share the cores. OpenMP threads that spin while they wait for one that has none make a
+# step of a busy machine tens of times slower. Read when torch is loaded, here and in children.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 ROOT = Path(__file__).parent.parent
 TINY = ("--width=8", "--epochs=2", "--device=cpu", "--threads=1", "--log-every=5")
 """A narrow network, on one thread so that tests can share the machine: a run takes seconds."""

@@ -1,7 +1,5 @@
 """Bringing batches to the training loop."""
 
-import atexit
-import weakref
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -66,8 +64,6 @@ class Loader(Generic[BatchT]):
             worker_init_fn=_start_worker,
             generator=torch.Generator(),  # its own: the global one is left alone
         )
-        if workers > 0:
-            atexit.register(_end_workers, weakref.ref(self._loader))
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -84,18 +80,7 @@ def _as_it_is(batch: BatchT) -> BatchT:
 
 
 def _start_worker(worker: int) -> None:
-    interruption.ignore_signals()
-
-
-def _end_workers(loader: "weakref.ref[DataLoader[BatchT]]") -> None:
-    """Ask the workers of a loader that is still alive at exit to end.
-
-    multiprocessing would send them SIGTERM, which they ignore, and wait for them for ever. A
-    loader that is deleted before asks by itself.
-    """
-    alive = loader()
-    if alive is not None and alive._iterator is not None:
-        alive._iterator._shutdown_workers()  # type: ignore[attr-defined]
+    interruption.shield_worker()
 
 
 def seed_sample(seed: int, key: SampleKey) -> None:

@@ -290,14 +290,16 @@ def test_a_run_that_died_goes_on_to_the_same_weights(config, tmp_path, monkeypat
 
 
 def test_compiled_and_eager_agree_and_a_compiled_run_resumes_bitwise(config, tmp_path, monkeypatch):
-    config = replace(config, compile=True, width=4, batch_size=630, checkpoint_every=1)
+    few = images.load("digits").head(64)  # one shape alone is to be compiled, to save time
+    monkeypatch.setattr(images, "load", lambda *_, **__: few)
+    config = replace(config, compile=True, width=4, batch_size=32, checkpoint_every=1)
     weights = final_weights(config)
     again = replace(config, run_dir=tmp_path / "again")
     die_at(monkeypatch, 1, again)
     assert_bitwise(final_weights(again), weights)
     eager = final_weights(replace(config, compile=False, run_dir=tmp_path / "eager"))
     for name, tensor in eager.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-2, atol=1e-3, msg=name)
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_the_average_of_the_weights_is_what_is_exported(config, tmp_path):

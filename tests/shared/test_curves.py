@@ -54,7 +54,8 @@ def test_every_panel_has_its_series(tmp_path, drawn):
 
 
 def test_the_picture_is_a_png_of_these_events(tmp_path):
-    other = [{**event, "lr": 0.15} if "lr" in event else event for event in EVENTS]
+    rates = {10: 0.1, 20: 0.1, 30: 0.2}
+    other = [{**e, "lr": rates[e["step"]]} if "lr" in e else e for e in EVENTS]
     pictures = []
     for number, events in enumerate((EVENTS, EVENTS, other)):
         folder = tmp_path / str(number)

@@ -1,10 +1,12 @@
 """Signals that wait for the end of a step."""
 
+import multiprocessing
 import signal
+import subprocess
 
 import pytest
 
-from shared.interruption import SIGNALS, Interruption, ignore_signals
+from shared.interruption import SIGNALS, Interruption, shield_worker
 
 
 @pytest.fixture
@@ -70,9 +72,27 @@ def test_default_and_ignored_signals_are_put_back_too(arrived):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-@pytest.mark.parametrize("signum", SIGNALS)
-def test_a_worker_ignores_both_signals(arrived, signum):
-    ignore_signals()
-    signal.raise_signal(signum)
-    assert arrived == []
-    assert signal.getsignal(signum) is signal.SIG_IGN
+def work(pipe):
+    shield_worker()
+    while True:
+        pipe.send(pipe.recv())
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="PyTorch's own handler is used")
+def test_only_the_parent_ends_a_worker():
+    context = multiprocessing.get_context("fork")
+    pipe, end = context.Pipe()
+    worker = context.Process(target=work, args=(end,), daemon=True)
+    worker.start()
+    for signum in ("INT", "TERM", "TERM"):
+        pipe.send(signum)
+        assert pipe.recv() == signum, "it is shielded now, and alive"
+        subprocess.run(["kill", f"-{signum}", str(worker.pid)], check=True)
+    pipe.send("still there")
+    assert pipe.recv() == "still there"
+    for _ in range(60):  # one that comes while another is pending is lost
+        worker.terminate()
+        worker.join(1)
+        if not worker.is_alive():
+            break
+    assert worker.exitcode == 0

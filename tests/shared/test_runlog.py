@@ -41,13 +41,6 @@ class Counted(io.StringIO):
         self.flushed = self.getvalue()
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    return screen
-
-
 def batches(*sizes):
     return [SimpleNamespace(samples=size) for size in sizes]
 
@@ -150,7 +143,8 @@ def test_progress_passes_batches_through(log):
     assert list(log.progress(iter(given), 0, 10, "epoch 1/2")) == given
 
 
-def test_a_bar_starts_where_the_epoch_does_and_counts_samples(log, terminal):
+def test_a_bar_starts_where_the_epoch_does_and_counts_samples(log, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     for _ in log.progress(batches(4, 2), 4, 10, "epoch 1/2"):
         log.show(loss=0.123456, lr=0.1)
     assert "epoch 1/2:  40%" in terminal.getvalue()
@@ -159,16 +153,20 @@ def test_a_bar_starts_where_the_epoch_does_and_counts_samples(log, terminal):
     assert "loss 0.1235, lr 0.1" in terminal.getvalue()
 
 
-def test_lines_are_printed_above_the_bar(log, terminal, capsys):
+def test_lines_are_printed_above_the_bar(log, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     progress = log.progress(batches(4, 4), 0, 8, "epoch 1/2")
     next(progress)
+    before = len(terminal.getvalue())
     log.say("a line")
+    assert "0/8" in terminal.getvalue()[before:], "the bar is drawn again below it"
     progress.close()
     log.say("another")
     assert capsys.readouterr().out == "a line\nanother\n"
 
 
-def test_a_bar_that_was_left_early_is_gone(log, terminal, now, capsys):
+def test_a_bar_that_was_left_early_is_gone(log, monkeypatch, now, capsys):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     progress = log.progress(batches(4, 4), 0, 8, "epoch 1/2")
     next(progress)
     progress.close()
