@@ -118,6 +118,8 @@ class Config(RunConfig):
             yield f"--accumulate {self.accumulate}: a batch has only {self.batch_size} samples"
         if self.optimizer != "sgd" and self.momentum != Config.momentum:
             yield f"--momentum {self.momentum}: --optimizer {self.optimizer} has none"
+        if self.schedule != "cosine" and self.warmup_epochs != Config.warmup_epochs:
+            yield f"--warmup-epochs {self.warmup_epochs}: --schedule {self.schedule} has none"
 
     def augmentation(self) -> Augmentation:
         """What happens to training images."""

@@ -28,7 +28,7 @@ from shared.errors import Diverged, Interrupted, UserError
 from shared.files import atomic_write
 from shared.interruption import Interruption
 from shared.precision import set_precision
-from shared.profiling import profiler
+from shared.profiling import STEPS, TRACE_FILE, WARM_UP, profiler
 from shared.settings import ConfigT
 from shared.state_dicts import read_weights
 from shared.throughput import START, TrainingClock
@@ -244,6 +244,8 @@ class Run:
             **more,
         }
         self.log.event("result", self.progress.step, result=self.result)
+        if self.config.profile and not (self.folder / TRACE_FILE).exists():
+            self.log.say(f"warning: --profile needs {WARM_UP + 1 + STEPS} steps, and got fewer")
         self.log.say(f"test: accuracy {test.accuracy:.2%}, loss {test.loss:.4f}; curves: {picture}")
         return self.result
 
@@ -329,12 +331,14 @@ class Run:
 
     def _find_checkpoint(self) -> dict[str, Any] | None:
         """The checkpoint to continue from, as the settings say."""
-        if isinstance(self.config.resume, Path):
-            self.source, saved = self.config.resume, load(self.config.resume)
-        elif (found := self._checkpoints.newest()) is not None:
-            self.source, saved = found
-        else:
+        found = self._checkpoints.newest()
+        resume = self.config.resume
+        # The same command again finds what the run has saved since it was started from a file.
+        if isinstance(resume, Path) and (found is None or _is_in(resume, self.folder)):
+            found = resume, load(resume)
+        if found is None:
             return None
+        self.source, saved = found
         if "progress" not in saved:
             raise UserError(f"{self.source}: holds weights alone, so no run can continue from it")
         print(f"continuing from {self.source}")
@@ -375,16 +379,22 @@ def set_up_process(config: settings.RunConfig) -> torch.device:
 
 def _open_folder(config: settings.RunConfig, name: str) -> Path:
     folder = config.run_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    holds_run = (folder / settings.CONFIG_FILE).exists()
-    if holds_run and config.resume == "never":
+    of_run = settings.read_file(folder / settings.CONFIG_FILE, missing_ok=True)
+    if of_run and config.resume == "never":
         raise UserError(f"--resume never: {folder} holds a run already; name another --run-dir")
-    if holds_run and isinstance(config.resume, Path) and folder not in config.resume.parents:
-        raise UserError(f"--resume {config.resume}: {folder} holds another run already")
+    if of_run and isinstance(config.resume, Path):
+        is_again = of_run.get("resume") == str(config.resume)
+        if not is_again and not _is_in(config.resume, folder):
+            raise UserError(f"--resume {config.resume}: {folder} holds another run already")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {folder}: {error.strerror}") from None
     return folder
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return folder.resolve() in path.resolve().parents
 
 
 def dry_run(train: Callable[[ConfigT], dict[str, Any]], config: ConfigT) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _changes(before: RunConfig, default: RunConfig, now: RunConfig) -> Iterator[
         now: the same with the flags on top.
     """
     had, with_file, has = as_dict(before), as_dict(default), as_dict(now)
-    for name in sorted((had.keys() | has.keys()) - {"run_dir"}):
+    for name in sorted(had.keys() | has.keys()):
         if has.get(name) != had.get(name):
             by_file = has.get(name) == with_file.get(name)
             source = now.config if by_file else "the command line"
@@ -141,9 +141,12 @@ def flag(name: str) -> str:
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
-    """Settings as plain values. None is left out (TOML has none), and so is `config` itself."""
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
-    del values["config"]
+    """Settings as plain values, to make a run like this one.
+
+    Left out are None, which TOML has not, and where this run's settings and files are.
+    """
+    names = (f.name for f in fields(config) if f.name not in ("config", "run_dir"))
+    values = {name: getattr(config, name) for name in names}
     return {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
 
 

@@ -72,15 +72,13 @@ class ImageSet:
 
     def __getitems__(self, keys: list[SampleKey]) -> ImageBatch:
         indices = torch.tensor([key.sample for key in keys])
-        images = self.images[indices]
-        if self.transform is not None:
-            images = torch.stack([self._transformed(key) for key in keys])
-        return ImageBatch(images, self.labels[indices], indices)
-
-    def _transformed(self, key: SampleKey) -> Tensor:
-        assert self.transform is not None
-        seed_sample(self.seed, key)
-        return self.transform(self.images[key.sample])
+        if self.transform is None:
+            return ImageBatch(self.images[indices], self.labels[indices], indices)
+        images = []
+        for key in keys:
+            seed_sample(self.seed, key)
+            images.append(self.transform(self.images[key.sample]))
+        return ImageBatch(torch.stack(images), self.labels[indices], indices)
 
     def subset(self, indices: Tensor) -> Self:
         """The samples at `indices`, int64 [n], in that order."""

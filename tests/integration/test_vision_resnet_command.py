@@ -114,10 +114,7 @@ def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tm
 
 def test_the_saved_settings_fed_back_give_the_same_weights(run, tmp_path, undisturbed):
     whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT)
-    config = (whole / "config.toml").read_text()
-    again = [line for line in config.splitlines() if not line.startswith("run_dir")]
-    (tmp_path / "again.toml").write_text("\n".join(again))
-    last_line(run(SCRIPT, "--config=again.toml", "--run-dir=again"))
+    last_line(run(SCRIPT, f"--config={whole}/config.toml", "--run-dir=again"))
     assert_same_run(whole, tmp_path / "again")
 
 
@@ -204,6 +201,20 @@ def test_what_the_user_says_on_resuming_wins_and_is_said(run, tmp_path):
     assert "--lr is 0.001 from the command line; the run had 0.05" in done.stdout
     lrs = {event["lr"] for event in events(tmp_path / "mine") if event["event"] == "step"}
     assert lrs == {0.05, 0.001}
+
+
+def test_a_run_from_a_checkpoint_of_another_goes_on_when_it_is_started_again(run, tmp_path):
+    first = last_line(run(SCRIPT, "--run-dir=first", "--epochs=1"))
+    resume = f"--resume={first['run_dir']}/checkpoints/step-00000020.pt"
+    second = last_line(run(SCRIPT, "--run-dir=second", resume))
+    assert second["steps"] == 40
+    assert [e["step"] for e in events(tmp_path / "second")][:2] == [25, 30]
+    again = run(SCRIPT, "--run-dir=second", resume)
+    assert last_line(again) == second
+    assert "second/checkpoints/step-00000040.pt" in again.stdout
+    refused = run(SCRIPT, "--run-dir=first", resume.replace("first", "second").replace("20", "40"))
+    assert refused.returncode == 2
+    assert "first holds another run already" in refused.stderr
 
 
 def test_dry_run_goes_all_the_way_and_keeps_nothing(run, tmp_path):

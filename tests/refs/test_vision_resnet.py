@@ -289,6 +289,21 @@ def test_a_run_that_died_goes_on_to_the_same_weights(config, tmp_path, monkeypat
     assert_bitwise(final_weights(again), weights)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_deterministic_run_on_an_accelerator_resumes_bitwise(
+    config, tmp_path, monkeypatch, precision
+):
+    config = replace(
+        config, device="auto", deterministic=True, precision=precision, checkpoint_every=1
+    )
+    weights = final_weights(config)
+    again = replace(config, run_dir=tmp_path / "again")
+    die_at(monkeypatch, 5, again)
+    assert_bitwise(final_weights(again), weights)
+
+
 def test_compiled_and_eager_agree_and_a_compiled_run_resumes_bitwise(config, tmp_path, monkeypatch):
     few = images.load("digits").head(64)  # one shape alone is to be compiled, to save time
     monkeypatch.setattr(images, "load", lambda *_, **__: few)
@@ -355,6 +370,7 @@ def test_weights_of_another_network_or_of_other_classes_are_refused(config):
         (("--ema=1.5",), "--ema must be between 0 and 1"),
         (("--crop-padding=-1",), "--crop-padding must be"),
         (("--optimizer=adamw", "--momentum=0.8"), "--momentum 0.8"),
+        (("--schedule=step", "--warmup-epochs=2"), "--warmup-epochs 2.0"),
         (("--dry-run", "--overfit-batch"), "--dry-run and --overfit-batch exclude each other"),
         (("--device=gpu",), "--device gpu"),
         (("--device=cuda:99",), "--device cuda:99"),
