@@ -34,6 +34,8 @@ def draw(folder: Path, events: Sequence[Mapping[str, Any]], title: str) -> Path:
     ):
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
+        if name in ("loss", "grad_norm"):  # the first steps are often hundreds of times the last
+            axes.set_yscale("log")
         if name != "accuracy":  # one batch says little about accuracy
             axes.plot(
                 *_series(events, "step", name),
