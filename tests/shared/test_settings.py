@@ -269,11 +269,11 @@ def test_help_shows_the_line_under_each_field(capsys):
     assert "--flip, --no-flip" in out
 
 
-def test_none_and_the_name_of_the_file_are_not_written(tmp_path):
+def test_none_and_the_places_of_this_run_are_not_written(tmp_path):
     write_file(tmp_path / "x.toml", Config(config=Path("y.toml"), run_dir=Path("runs/a b")))
     written = tomllib.loads((tmp_path / "x.toml").read_text("utf-8"))
-    assert not {"config", "ema", "threads", "evaluate"} & written.keys()
-    assert written["run_dir"] == "runs/a b"
+    assert not {"config", "run_dir", "ema", "threads", "evaluate"} & written.keys()
+    assert written["seed"] == 0
 
 
 # NUL is in no path, and the word None stands for no value.
