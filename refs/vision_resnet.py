@@ -12,7 +12,6 @@ Result: 99.1 % ± 0.4 % of the 359 test digits, 44 s ± 1 s from start to finish
 deviation of seeds 0 to 4; 2 cores of an Intel Xeon with AVX-512 at 2.6 GHz, no GPU, torch 2.14.1).
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -414,7 +413,7 @@ def train(config: Config) -> dict[str, Any]:
 
         # What is measured is what was exported: the file, read back.
         exported = run.folder / WEIGHTS_FILE
-        save_weights(exported, evaluated, {"about": json.dumps(about)})
+        save_weights(exported, evaluated, about)
         return run.finish(evaluate_file(exported, splits.test, config, run.device))
 
 

@@ -433,12 +433,11 @@ def read_trained(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         UserError: the file is not there, is damaged, or was not written by a reference.
     """
     if path.suffix == ".safetensors":
-        weights, metadata = read_weights(path)
-        about = json.loads(metadata.get("about", "null"))
+        weights, about = read_weights(path)
     else:
         saved = load(path)
-        weights, about = (saved.get("ema") or saved).get("model", {}), saved.get("about")
-    if not weights or about is None:
+        weights, about = (saved.get("ema") or saved).get("model", {}), saved.get("about", {})
+    if not weights or not about:
         raise UserError(f"{path}: not written by a reference: it says nothing about its weights")
     return weights, about
 

@@ -17,7 +17,7 @@ from shared.files import atomic_write
 _SHOWN = 4
 """Names of a list that an error message spells out before it counts the rest."""
 
-_CHECKSUM = "sha256"
+_ABOUT, _CHECKSUM = "about", "sha256"
 
 # No network has children of these names but through torch.compile and checkpoint_wrapper.
 _WRAPPER_COMPONENT = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module)\.")
@@ -156,12 +156,17 @@ def _renamed(key: str, migration: Mapping[str, str]) -> str:
     return migration[longest] + key[len(longest) :]
 
 
-def save_weights(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> None:
+def save_weights(path: Path, model: nn.Module, about: Mapping[str, Any]) -> None:
     """Write the weights of the network inside any wrappers as a safetensors file, atomically.
 
     Tensors that share memory are written under each of their names, and a model that ties them has
-    them tied after loading too, since both are then copied into the same memory. The format has no
-    checksum: one is added to the metadata, as `sha256`.
+    them tied after loading too, since both are then copied into the same memory. The same weights
+    give the same bytes.
+
+    Args:
+        path: of the file.
+        model: whose weights are written.
+        about: what has to be known to use them, as JSON can hold it; it becomes the metadata.
 
     Raises:
         UserError: the file cannot be written.
@@ -176,47 +181,46 @@ def save_weights(path: Path, model: nn.Module, metadata: Mapping[str, str]) -> N
         name = _WRAPPER_COMPONENT.sub("", key)
         # A copy, because the format refuses tensors that share memory or are not contiguous.
         tensors[name] = value.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if _CHECKSUM in metadata:
-        raise ValueError(f"the metadata key {_CHECKSUM!r} is set by save_weights itself")
-    sealed = {**metadata, _CHECKSUM: _checksum(tensors, metadata)}
+    if _CHECKSUM in about:
+        raise ValueError(f"the key {_CHECKSUM!r} is set by save_weights itself")
+    # The format has no checksum, and no order among several entries of metadata: so there is one
+    # entry, which holds the checksum too.
+    sealed = json.dumps({**about, _CHECKSUM: _checksum(tensors, about)}, sort_keys=True)
     try:
         with atomic_write(path) as file:
-            file.write(safetensors.torch.save(tensors, sealed))
+            file.write(safetensors.torch.save(tensors, {_ABOUT: sealed}))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a safetensors file: the tensors by name, on the CPU, and the metadata.
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a safetensors file: the tensors by name, on the CPU, and what was said about them.
 
     Raises:
         UserError: the file is not there, not safetensors, or damaged. Files of other programs have
-            no checksum, and in those a changed weight goes unseen.
+            no checksum, and in those a changed weight goes unseen; nothing is said about them.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         path.open("rb").close()  # says better than safe_open what is wrong with a missing file
         with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = dict(file.metadata() or {})
+            about = json.loads((file.metadata() or {}).get(_ABOUT, "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except SafetensorError as error:
+    except (SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"{path} is damaged, or not a safetensors file: {error}") from error
-    checksum = metadata.pop(_CHECKSUM, None)
-    if checksum is not None and checksum != _checksum(tensors, metadata):
+    checksum = about.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(tensors, about):
         raise UserError(f"{path} is damaged: its content does not match its checksum")
-    return tensors, metadata
+    return tensors, about
 
 
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the SHA-256 of contiguous CPU tensors, their names, dtypes and shapes, and metadata.
-
-    Not of the file's own bytes: safetensors promises no order of the metadata in its header.
-    """
+def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of contiguous CPU tensors, their names, dtypes and shapes, and `about`."""
     described = [[key, str(tensors[key].dtype), [*tensors[key].shape]] for key in sorted(tensors)]
-    digest = hashlib.sha256(json.dumps([described, sorted(metadata.items())]).encode())
+    digest = hashlib.sha256(json.dumps([described, about], sort_keys=True).encode())
     for key in sorted(tensors):
         digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
