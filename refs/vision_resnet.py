@@ -75,26 +75,26 @@ class Config(RunConfig):
     batch_size: int = 64
     """Samples in an optimizer step."""
     accumulate: int = 1
-    """Micro-batches that an optimizer step is made of: more take less memory."""
+    """Micro-batches that an optimizer step is made of: more of them need less memory."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd is with Nesterov momentum."""
     lr: float = 0.05
     """Highest learning rate."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Momentum of sgd."""
     weight_decay: float = 5e-4
-    """Not applied to biases and norms."""
+    """L2 penalty of sgd, decoupled decay of adamw; not for biases and norms."""
     schedule: Literal["cosine", "step", "plateau"] = "cosine"
-    """cosine: over all steps, after a warm-up; step: tenth every third of the epochs; plateau:
-    half when the validation loss stops falling."""
+    """cosine: over all steps, after a warm-up. step: divided by 10 after each third of the epochs.
+    plateau: halved when the validation loss stops falling."""
     warmup_epochs: float = 1.0
     """Epochs over which cosine rises to --lr."""
     label_smoothing: float = 0.1
     """Share of the target that is spread over all classes."""
     clip_norm: float | None = None
-    """Longest gradient of all parameters together."""
+    """Scale the gradients down to this norm of them all together."""
     ema: float | None = None
-    """Decay of an average of the weights, which is then what is evaluated and exported; 0.99."""
+    """Decay, for example 0.99, of an average of the weights; it is evaluated and exported then."""
     channels_last: bool = False
     """Store images and kernels with channels innermost, which many devices prefer."""
     crop_padding: int = 1
@@ -424,8 +424,8 @@ def evaluate_file(path: Path, part: ImageSet, config: Config, device: torch.devi
         UserError: the file cannot be read, or is of another network or of other classes.
     """
     weights, about = read_trained(path)
-    now = describe(part, config)
-    check_about({"model": now["model"], "classes": now["classes"]}, about, path)
+    model_for_this = {**about["model"], "channels": part.images.shape[1]}
+    check_about({"model": model_for_this, "classes": list(part.classes)}, about, path)
     normalization = Normalization(**about["normalization"])
     model = build_model(about, config, device)
     load_weights(model, migrate(weights, about["version"], MIGRATIONS, path), path)

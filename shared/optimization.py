@@ -198,8 +198,8 @@ class PlateauSchedule(_Schedule):
         self._scheduler.num_bad_epochs = state["epochs_without_better"]
         # In this order the ratio is exactly 1, and the resumed run bitwise the same, when the
         # configured learning rate has not changed.
-        ratios = [now / then for now, then in zip(self._base_lrs, state["base_lrs"], strict=True)]
-        self._set_lrs([lr * ratio for lr, ratio in zip(state["lrs"], ratios, strict=True)])
+        rates = zip(state["lrs"], self._base_lrs, state["base_lrs"], strict=True)
+        self._set_lrs([lr * (now / then) if then else now for lr, now, then in rates])
 
 
 def warmup_cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> StepSchedule:

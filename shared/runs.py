@@ -126,11 +126,16 @@ class Run:
             self.folder / CHECKPOINTS, self.config.keep_checkpoints, on_damage=print
         )
         self.saved = self._find_checkpoint()
-        if self.saved is not None:
-            self.progress = Progress(**self.saved["progress"])
+        if self.saved is None:
+            return self
+        self.progress = Progress(**self.saved["progress"])
         last = (runlog.read(self.folder) or [{}])[-1]
         if self.progress.epoch >= self.config.epochs and last.get("event") == "result":
             self.result = last["result"]
+            print(f"{self.folder} is finished, and this was its result; more --epochs go on")
+        else:
+            print(f"continuing from {self.source}")
+            self._tell_another_stream(self.saved)
         return self
 
     def __exit__(
@@ -229,7 +234,7 @@ class Run:
             test: of the final weights, on the part that nothing was chosen by.
             more: what a script adds.
         """
-        picture = curves.draw(self.folder, runlog.read(self.folder), f"{self.name} {self.folder}")
+        picture = curves.draw(self.folder, runlog.read(self.folder), str(self.folder))
         totals = self._clock.read()
         self.result = {
             "run_dir": str(self.folder),
@@ -341,7 +346,10 @@ class Run:
         self.source, saved = found
         if "progress" not in saved:
             raise UserError(f"{self.source}: holds weights alone, so no run can continue from it")
-        print(f"continuing from {self.source}")
+        return saved
+
+    def _tell_another_stream(self, saved: Mapping[str, Any]) -> None:
+        """Warn of settings with which what comes now is not what would have come."""
         for name, now in (
             ("seed", self.config.seed),
             ("batch_size", settings.as_dict(self.config).get("batch_size")),
@@ -350,7 +358,6 @@ class Run:
             then = saved["threads"] if name == "threads" else saved["config"].get(name)
             if then != now:
                 print(f"warning: {name} was {then} and is {now}: from here on another stream")
-        return saved
 
     def _describe(self) -> None:
         """Write down with what, and on what, this run is made."""

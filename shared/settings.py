@@ -29,7 +29,7 @@ class RunConfig:
     config: Path | None = None
     """TOML file of settings; flags override it."""
     run_dir: Path | None = None
-    """Folder of the run; one that holds a run is continued. Default: a new one under runs/."""
+    """Folder of the run, or a new one under runs/. One that holds a run is continued."""
     resume: Literal["auto", "never"] | Path = "auto"
     """auto: continue what --run-dir holds. never: refuse to. Or a checkpoint file to start from."""
     epochs: int = 20
@@ -45,13 +45,13 @@ class RunConfig:
     deterministic: bool = False
     """Only operators that repeat bitwise. A CPU run repeats anyway; a GPU run gets slower."""
     threads: int | None = None
-    """CPU threads of PyTorch. Default: PyTorch's choice. Another number rounds differently."""
+    """CPU threads of PyTorch, or its own choice. Another number rounds differently."""
     workers: int = 0
     """Processes that prepare batches; 0: the main process does. Results do not depend on it."""
     keep_freed_memory: bool = True
-    """Linux CPUs: keep freed blocks instead of returning them to the system after each step."""
+    """Linux CPUs: keep freed memory for the next step; faster, and takes somewhat more of it."""
     checkpoint_every: int = 200
-    """Steps between checkpoints; 0: only at the end, or when interrupted."""
+    """Steps between checkpoints. 0: only at the end or when interrupted, and no best.pt."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints to keep, apart from the best."""
     log_every: int = 10

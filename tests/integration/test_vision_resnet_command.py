@@ -104,7 +104,8 @@ def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tm
 
     again = run(SCRIPT, "--run-dir=mine")
     assert last_line(again) == result, "a finished run prints its result again"
-    assert "epoch 1" not in again.stdout, "and trains nothing"
+    assert "mine is finished" in again.stdout
+    assert "epoch 1/" not in again.stdout, "and trains nothing"
 
     for weights in ("model.safetensors", "checkpoints/step-00000040.pt"):
         evaluated = last_line(run(SCRIPT, f"--evaluate=mine/{weights}"))
@@ -211,7 +212,7 @@ def test_a_run_from_a_checkpoint_of_another_goes_on_when_it_is_started_again(run
     assert [e["step"] for e in events(tmp_path / "second")][:2] == [25, 30]
     again = run(SCRIPT, "--run-dir=second", resume)
     assert last_line(again) == second
-    assert "second/checkpoints/step-00000040.pt" in again.stdout
+    assert "second is finished" in again.stdout
     refused = run(SCRIPT, "--run-dir=first", resume.replace("first", "second").replace("20", "40"))
     assert refused.returncode == 2
     assert "first holds another run already" in refused.stderr

@@ -345,15 +345,14 @@ def test_the_test_part_is_read_once_and_at_the_end(config, monkeypatch):
     assert read[first:] == ["test"] * math.ceil(len(test) / config.batch_size)
 
 
-def test_weights_of_another_network_or_of_other_classes_are_refused(config):
-    vision_resnet.train(config)
-    assert config.run_dir is not None
-    weights = config.run_dir / "model.safetensors"
-    with pytest.raises(UserError, match=r"its model is .*'width': 8.*here it is .*'width': 16"):
-        vision_resnet.main(replace(config, evaluate=weights, width=16))
-    with pytest.raises(UserError, match=r"model\.safetensors: its (model|classes)"):
+def test_weights_bring_their_network_and_are_refused_for_other_data(config):
+    result = vision_resnet.train(config)
+    weights = Path(result["run_dir"]) / "model.safetensors"
+    found = vision_resnet.main(replace(config, evaluate=weights, width=16, stem="imagenet"))
+    assert found["test_accuracy"] == result["test_accuracy"]
+    with pytest.raises(UserError, match=r"model\.safetensors: its model is .*'channels': 1"):
         vision_resnet.main(replace(config, evaluate=weights, data="synthetic"))
-    stranger = config.run_dir / "stranger.safetensors"
+    stranger = weights.parent / "stranger.safetensors"
     torch.save({"x": torch.ones(1)}, stranger)
     with pytest.raises(UserError, match="stranger"):
         vision_resnet.main(replace(config, evaluate=stranger))

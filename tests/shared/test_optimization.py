@@ -654,3 +654,14 @@ def test_a_sum_over_the_samples_of_the_whole_batch_accumulates_to_its_gradient(s
     if len(set(sizes)) > 1:
         mean_of_means = gradients(model, micro_batches, mean) / len(sizes)
         assert difference(mean_of_means, whole) > 1e-3
+
+
+def test_a_plateau_that_began_with_a_learning_rate_of_0_resumes():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state = plateau(optimizer, 0.5, 1).state_dict()
+    for lr in (0.0, 0.1):
+        again = torch.optim.SGD(model.parameters(), lr=lr)
+        schedule = plateau(again, 0.5, 1)
+        schedule.load_state_dict(state)
+        assert schedule.lr == lr
