@@ -35,17 +35,19 @@ def measure(keep_freed_memory: bool, config: Config) -> float:
     """Samples per second of the reference's training step, in this process."""
     from refs import vision_resnet
     from shared.data import images
+    from shared.data.sampling import SampleKey
     from shared.runs import set_up_process
 
     settings = vision_resnet.Config(
         device="cpu", data="synthetic", stem="imagenet", keep_freed_memory=keep_freed_memory
     )
     device = set_up_process(settings)
-    part = images.load(settings.data).train.head(config.batch_size)
+    part = images.load(settings).train.spread(config.batch_size)
     about = vision_resnet.describe(part, settings)
     model = vision_resnet.build_model(about, settings, device)
     optimizer = vision_resnet.make_optimizer(model, settings)
-    batch = images.ImageBatch(part.images / 255, part.labels, part.labels)
+    batch = part.__getitems__([SampleKey(0, sample) for sample in range(len(part))])
+    batch = vision_resnet.prepare(batch, {}, part.normalization(), settings, device)
     for step in range(config.warmup + config.steps):
         if step == config.warmup:
             began = time.perf_counter()

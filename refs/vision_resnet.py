@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from shared.data import images
 from shared.data.augment import Augmentation, augment
-from shared.data.images import ImageBatch, ImageSet, Normalization, Splits
+from shared.data.images import ImageBatch, ImageConfig, ImageSet, Normalization, Splits
 from shared.data.loading import Loader
+from shared.data.sampling import balancing_weights
 from shared.devices import move
 from shared.errors import UserError
 from shared.initialization import initialize
+from shared.metrics import Evaluation, Tally
 from shared.optimization import (
     Ema,
     Schedule,
@@ -44,30 +46,28 @@ from shared.program import run_program
 from shared.runs import (
     DRY_RUN_SAMPLES,
     WEIGHTS_FILE,
-    Evaluation,
     Run,
     StepResult,
     check_about,
     dry_run,
     overfit,
     read_trained,
+    result_of,
     set_up_process,
 )
 from shared.seeding import seed_step
-from shared.settings import RunConfig
+from shared.settings import LARGEST
 from shared.state_dicts import load_weights, migrate, save_weights
 
 NAME = "vision_resnet"
 
 
 @dataclass(frozen=True)
-class Config(RunConfig):
+class Config(ImageConfig):
     """Settings of a run; those that every run has come first."""
 
     epochs: int = 12
     """Times that every training sample is used."""
-    data: images.Name = "digits"
-    """digits ships with the package; synthetic is noise, to measure speed with."""
     stem: Literal["imagenet", "cifar"] = "cifar"
     """First layers. imagenet: 7x7 with stride 2 and a pool; cifar: 3x3 that keeps small images."""
     width: int = 64
@@ -95,10 +95,13 @@ class Config(RunConfig):
     """Scale the gradients down to this norm of them all together."""
     ema: float | None = None
     """Decay, for example 0.99, of an average of the weights; it is evaluated and exported then."""
+    balance: bool = False
+    """Draw samples so that all classes are seen equally often; some come again in an epoch."""
     channels_last: bool = False
     """Store images and kernels with channels innermost, which many devices prefer."""
     crop_padding: int = 1
-    """Augmentation: zero pixels around an image before it is cropped back to its size."""
+    """Augmentation: zero pixels around an image before it is cropped back to its size. Images that
+    are cropped at random already have none."""
     flip: bool = False
     """Augmentation: mirror half of the images. Not for digits."""
     color_jitter: float = 0.0
@@ -109,10 +112,12 @@ class Config(RunConfig):
     def problems(self) -> Iterator[str]:
         """What is wrong with the values, a line each."""
         yield from super().problems()
-        yield from self.outside(1, math.inf, "width", "batch_size", "accumulate")
-        yield from self.outside(0, math.inf, "lr", "weight_decay", "warmup_epochs")
-        yield from self.outside(0, math.inf, "clip_norm", "crop_padding", "color_jitter")
+        yield from self.outside(1, LARGEST, "width", "batch_size", "accumulate")
+        yield from self.outside(0, math.inf, "lr", "weight_decay", "warmup_epochs", "clip_norm")
+        yield from self.outside(0, LARGEST, "crop_padding", "color_jitter")
         yield from self.outside(0, 1, "momentum", "label_smoothing", "ema")
+        if self.ema == 1:
+            yield "--ema must be less than 1: nothing would ever be averaged"
         yield from self.outside(0, 0.5, "hue")
         if self.accumulate > self.batch_size:
             yield f"--accumulate {self.accumulate}: a batch has only {self.batch_size} samples"
@@ -121,10 +126,11 @@ class Config(RunConfig):
         if self.schedule != "cosine" and self.warmup_epochs != Config.warmup_epochs:
             yield f"--warmup-epochs {self.warmup_epochs}: --schedule {self.schedule} has none"
 
-    def augmentation(self) -> Augmentation:
-        """What happens to training images."""
+    def augmentation(self, part: ImageSet) -> Augmentation:
+        """What happens to the training images of a data set."""
+        padding = self.crop_padding if part.transform is None else 0
         strength = self.color_jitter
-        return Augmentation(self.crop_padding, self.flip, strength, strength, strength, self.hue)
+        return Augmentation(padding, self.flip, strength, strength, strength, self.hue)
 
 
 MIGRATIONS: list[Mapping[str, str]] = []
@@ -270,13 +276,14 @@ def train_one_epoch(
     schedule: Schedule,
     ema: Ema | None,
     loader: Loader[ImageBatch],
+    augmentation: Augmentation,
     normalization: Normalization,
     config: Config,
     run: Run,
 ) -> None:
     """Train on what is left of the epoch that the run is in."""
     model.train()
-    rows = config.augmentation().table(loader.size, config.seed, run.progress.epoch)
+    rows = augmentation.table(loader.size, config.seed, run.progress.epoch)
     for batch in run.batches(loader):
         inputs = prepare(batch, rows, normalization, config, run.device)
         result = train_step(model, optimizer, inputs, config, run.progress.step)
@@ -291,21 +298,21 @@ def train_one_epoch(
 def evaluate(
     model: nn.Module,
     loader: Loader[ImageBatch],
+    classes: int,
     normalization: Normalization,
     config: Config,
     device: torch.device,
 ) -> Evaluation:
-    """Mean loss, without smoothing, and accuracy; in the precision that training has."""
+    """Mean loss, without smoothing, and accuracies; in the precision that training has."""
     model.eval()
-    loss_sum = torch.zeros((), device=device)
-    correct = torch.zeros((), device=device, dtype=torch.int64)
+    tally = Tally(classes, device)
     for batch in loader.epoch():
         inputs = prepare(batch, {}, normalization, config, device)
         with autocast(config.precision, device):
             logits = model(inputs.images)
-            loss_sum += F.cross_entropy(logits, inputs.labels, reduction="sum")
-        correct += (logits.argmax(1) == inputs.labels).sum()
-    return Evaluation(loss_sum.item() / loader.size, correct.item() / loader.size)
+            loss = F.cross_entropy(logits, inputs.labels, reduction="sum")
+        tally.add(loss, logits, inputs.labels)
+    return tally.evaluation()
 
 
 def make_loader(
@@ -317,21 +324,25 @@ def make_loader(
         config.batch_size,
         seed=config.seed,
         shuffle=shuffle,
-        workers=config.workers,
+        workers=part.workers if config.workers == "auto" else config.workers,
         pin=device.type == "cuda",
+        weights=balancing_weights(part.labels) if shuffle and config.balance else None,
     )
 
 
 def check_images(part: ImageSet, config: Config) -> None:
-    """Refuse what BatchNorm cannot learn from: one value of each channel.
+    """Refuse batches that cannot be filled, or that BatchNorm cannot learn from.
 
     Raises:
-        UserError: the smallest micro-batch is one image, and the last stage makes one pixel of it.
+        UserError: there are fewer samples than a batch has; or the smallest micro-batch is one
+            image of which the last stage makes one pixel, so one value of each channel.
     """
     size = len(part)
-    batches = {min(config.batch_size, size), size % config.batch_size or config.batch_size}
+    if config.batch_size > size:
+        raise UserError(f"--batch-size {config.batch_size}: there are {size} training samples")
+    batches = {config.batch_size, size % config.batch_size or config.batch_size}
     smallest = min(batch // min(config.accumulate, batch) for batch in batches)
-    height, width = part.images.shape[-2:]
+    _, height, width = part.shape
     reduction = 32 if config.stem == "imagenet" else 8
     if smallest == 1 and max(height, width) <= reduction:
         raise UserError(
@@ -347,7 +358,7 @@ def describe(part: ImageSet, config: Config) -> dict[str, Any]:
         "version": len(MIGRATIONS),
         "model": {
             "classes": len(part.classes),
-            "channels": part.images.shape[1],
+            "channels": part.shape[0],
             "stem": config.stem,
             "width": config.width,
         },
@@ -368,14 +379,16 @@ def train(config: Config) -> dict[str, Any]:
     with Run(config, NAME) as run:
         if run.result is not None:
             return run.result
-        splits = images.load(config.data, seed=config.seed)
-        if config.dry_run:
-            splits = splits.head(DRY_RUN_SAMPLES)
-        if config.overfit_batch:
-            splits = Splits(*[splits.train.head(config.batch_size)] * 3)
+        splits = images.load(config)
         check_images(splits.train, config)
+        if config.dry_run:
+            splits = splits.spread(DRY_RUN_SAMPLES)
+        if config.overfit_batch:
+            splits = Splits(*[splits.train.spread(config.batch_size)] * 3)
         about = describe(splits.train, config)
         normalization = Normalization(**about["normalization"])
+        augmentation = config.augmentation(splits.train)
+        classes = len(about["classes"])
         train_loader = make_loader(splits.train, config, run.device, shuffle=True)
         val_loader = make_loader(splits.val, config, run.device)
 
@@ -403,18 +416,29 @@ def train(config: Config) -> dict[str, Any]:
             }
 
         run.begin(state, model)
+        if config.balance:
+            run.log.say(f"an epoch has {train_loader.distinct_share(0):.1%} distinct samples")
         while run.progress.epoch < config.epochs:
             train_one_epoch(
-                model, optimizer, schedule, ema, train_loader, normalization, config, run
+                model,
+                optimizer,
+                schedule,
+                ema,
+                train_loader,
+                augmentation,
+                normalization,
+                config,
+                run,
             )
-            validation = evaluate(evaluated, val_loader, normalization, config, run.device)
+            validation = evaluate(evaluated, val_loader, classes, normalization, config, run.device)
             schedule.epoch_ended(validation.loss)
             run.epoch_ended(validation, {"about": about, "model": evaluated.state_dict()})
 
         # What is measured is what was exported: the file, read back.
         exported = run.folder / WEIGHTS_FILE
         save_weights(exported, evaluated, about)
-        return run.finish(evaluate_file(exported, splits.test, config, run.device))
+        test = evaluate_file(exported, splits.test, config, run.device)
+        return run.finish(test, splits.test.classes)
 
 
 def evaluate_file(path: Path, part: ImageSet, config: Config, device: torch.device) -> Evaluation:
@@ -424,21 +448,23 @@ def evaluate_file(path: Path, part: ImageSet, config: Config, device: torch.devi
         UserError: the file cannot be read, or is of another network or of other classes.
     """
     weights, about = read_trained(path)
-    model_for_this = {**about["model"], "channels": part.images.shape[1]}
+    model_for_this = {**about["model"], "channels": part.shape[0]}
     check_about({"model": model_for_this, "classes": list(part.classes)}, about, path)
     normalization = Normalization(**about["normalization"])
     model = build_model(about, config, device)
     load_weights(model, migrate(weights, about["version"], MIGRATIONS, path), path)
-    return evaluate(model, make_loader(part, config, device), normalization, config, device)
+    loader = make_loader(part, config, device)
+    return evaluate(model, loader, len(part.classes), normalization, config, device)
 
 
 def main(config: Config) -> dict[str, Any]:
     """Do what the settings ask for."""
     if config.evaluate is not None:
         device = set_up_process(config)
-        test = images.load(config.data, seed=config.seed).test
-        loss, accuracy = evaluate_file(config.evaluate, test, config, device)
-        return {"weights": str(config.evaluate), "test_accuracy": accuracy, "test_loss": loss}
+        test = evaluate_file(config.evaluate, images.load(config).test, config, device)
+        return {"weights": str(config.evaluate), **result_of(test)}
+    if config.check_data:
+        return images.check(config)
     if config.dry_run:
         return dry_run(train, config)
     if config.overfit_batch:

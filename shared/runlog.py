@@ -5,11 +5,13 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from shared.data.loading import BatchT
+from shared.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in a run folder with one JSON object a line: `event`, `step`, and values."""
@@ -31,10 +33,11 @@ class RunLog:
     def __init__(self, folder: Path, position: int = 0, step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        path = folder / METRICS_FILE
-        if path.exists():
-            os.truncate(path, min(position, path.stat().st_size))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = folder / METRICS_FILE
+        if self._path.exists():
+            os.truncate(self._path, min(position, self._path.stat().st_size))
+        # Without a buffer, closing writes nothing, and cannot fail on a full disk once more.
+        self._file = self._path.open("ab", buffering=0)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._bar: Any = None
         self._last_line = time.monotonic()
@@ -54,8 +57,10 @@ class RunLog:
     def event(self, event: str, step: int, **values: Any) -> None:
         """Log one event. Numbers also go to TensorBoard, as `event/name`."""
         line = json.dumps({"event": event, "step": step, **values}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        try:
+            self._file.write(f"{line}\n".encode())
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror}") from None
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._board.add_scalar(f"{event}/{name}", value, step)
@@ -99,9 +104,40 @@ class RunLog:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run, without a last line that a crash tore."""
+    """The events of a run. A line that is none, since a crash tore it or a disk lost it, is not."""
     path = folder / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [event for line in lines if (event := _event(line)) is not None]
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line) if line.endswith("\n") else None
+    except json.JSONDecodeError:
+        return None
+    return event if isinstance(event, dict) and {"event", "step"} <= event.keys() else None
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold the log of a run, so that no other process trains in the same folder.
+
+    The lock ends with the process, however it ends, and loader workers do not inherit it. It is
+    POSIX's, which is also given up when this process closes the file after any other use of it.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (folder / METRICS_FILE).open("ab") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"--run-dir {folder}: another process is training in it") from None
+        yield

@@ -4,11 +4,13 @@ A reference keeps its loop in plain sight and tells its run what happened: `step
 `epoch_ended`, `finish`. Logging, saving, stopping and continuing follow from that.
 """
 
+import gc
 import json
 import math
+import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -27,6 +29,7 @@ from shared.devices import choose_device, keep_freed_memory
 from shared.errors import Diverged, Interrupted, UserError
 from shared.files import atomic_write
 from shared.interruption import Interruption
+from shared.metrics import Evaluation
 from shared.precision import set_precision
 from shared.profiling import STEPS, TRACE_FILE, WARM_UP, profiler
 from shared.settings import ConfigT
@@ -58,13 +61,6 @@ class StepResult(NamedTuple):
     """Of all parameters together, before clipping."""
     correct: Tensor
     """Samples of the batch that were classified correctly."""
-
-
-class Evaluation(NamedTuple):
-    """Means over the samples of a data set."""
-
-    loss: float
-    accuracy: float
 
 
 @dataclass
@@ -122,6 +118,8 @@ class Run:
 
     def __enter__(self) -> Self:
         self.folder = _open_folder(self.config, self.name)
+        last = (runlog.read(self.folder) or [{}])[-1]  # before the claim, which reading ends
+        self._exits.enter_context(runlog.claimed(self.folder))
         self._checkpoints = Checkpoints(
             self.folder / CHECKPOINTS, self.config.keep_checkpoints, on_damage=print
         )
@@ -129,7 +127,11 @@ class Run:
         if self.saved is None:
             return self
         self.progress = Progress(**self.saved["progress"])
-        last = (runlog.read(self.folder) or [{}])[-1]
+        if self.progress.epoch >= self.config.epochs and self.progress.samples:
+            raise UserError(
+                f"--epochs {self.config.epochs}: the run is already in the midst of "
+                f"epoch {self.progress.epoch + 1}"
+            )
         if self.progress.epoch >= self.config.epochs and last.get("event") == "result":
             self.result = last["result"]
             print(f"{self.folder} is finished, and this was its result; more --epochs go on")
@@ -214,8 +216,7 @@ class Run:
             weights: what `best.pt` is to hold.
         """
         at = self.progress
-        training = Evaluation(at.loss_sum / at.samples, at.correct / at.samples)
-        self._log_epoch(training, validation)
+        self._log_epoch(validation)
         score = [validation.accuracy, -validation.loss]
         if score > at.best:
             at.best = score
@@ -227,26 +228,32 @@ class Run:
             self.save()
         self._stop_if_interrupted()
 
-    def finish(self, test: Evaluation, **more: Any) -> dict[str, Any]:
-        """Log the result, draw the curves, and return what the program prints last.
+    def finish(self, test: Evaluation, classes: Sequence[str]) -> dict[str, Any]:
+        """Log the result, draw the pictures, and return what the program prints last.
 
         Args:
             test: of the final weights, on the part that nothing was chosen by.
-            more: what a script adds.
+            classes: their names.
         """
+        self.log.event(
+            "test",
+            self.progress.step,
+            classes=list(classes),
+            class_accuracy=test.class_accuracy(),
+            confusion=test.confusion.tolist(),
+        )
+        curves.draw_confusion(self.folder, test.confusion, classes)
         picture = curves.draw(self.folder, runlog.read(self.folder), str(self.folder))
         totals = self._clock.read()
         self.result = {
             "run_dir": str(self.folder),
-            "test_accuracy": test.accuracy,
-            "test_loss": test.loss,
+            **result_of(test),
             "seconds": time.time() - psutil.Process().create_time(),
             "setup_s": self._setup_seconds,
             **totals.rates(START),
             "peak_memory_bytes": memory.peak_of_run(self.device),
             "epochs": self.progress.epoch,
             "steps": self.progress.step,
-            **more,
         }
         self.log.event("result", self.progress.step, result=self.result)
         if self.config.profile and not (self.folder / TRACE_FILE).exists():
@@ -313,23 +320,25 @@ class Run:
         self._logged = now
         self.log.show(step=self.progress.step, **values)
 
-    def _log_epoch(self, training: Evaluation, validation: Evaluation) -> None:
+    def _log_epoch(self, validation: Evaluation) -> None:
         at = self.progress
+        loss, accuracy = at.loss_sum / at.samples, at.correct / at.samples
         rates = self._clock.read().rates(START)
         self.log.event(
             "epoch",
             at.step,
             epoch=at.epoch + 1,
-            train_loss=training.loss,
-            train_accuracy=training.accuracy,
+            train_loss=loss,
+            train_accuracy=accuracy,
             val_loss=validation.loss,
             val_accuracy=validation.accuracy,
+            val_top5=validation.top5,
             **rates,
         )
         speed = rates["samples_per_s"]
         self.log.say(
             f"epoch {at.epoch + 1}/{self.config.epochs}: "
-            f"train loss {training.loss:.4f}, accuracy {training.accuracy:.2%}; "
+            f"train loss {loss:.4f}, accuracy {accuracy:.2%}; "
             f"val loss {validation.loss:.4f}, accuracy {validation.accuracy:.2%}"
             + (f"; {speed:,.0f} samples/s, {rates['data_wait']:.1%} waiting" if speed else "")
         )
@@ -344,7 +353,9 @@ class Run:
         if found is None:
             return None
         self.source, saved = found
-        if "progress" not in saved:
+        if resume == "never":
+            raise UserError(f"--resume never: {self.source} is of a run that was begun before")
+        if not {"progress", "log_position", "config", "threads", "about"} <= saved.keys():
             raise UserError(f"{self.source}: holds weights alone, so no run can continue from it")
         return saved
 
@@ -365,6 +376,12 @@ class Run:
         where = {"machine": environment.machine(), "subject": environment.subject()}
         with atomic_write(self.folder / ENVIRONMENT_FILE) as file:
             file.write(json.dumps(where, indent=2, allow_nan=False).encode())
+
+
+def result_of(test: Evaluation) -> dict[str, float]:
+    """The part of a result that says how good the weights are."""
+    top5 = {} if test.top5 is None else {"test_top5": test.top5}
+    return {"test_accuracy": test.accuracy, **top5, "test_loss": test.loss}
 
 
 def set_up_process(config: settings.RunConfig) -> torch.device:
@@ -389,6 +406,8 @@ def _open_folder(config: settings.RunConfig, name: str) -> Path:
     of_run = settings.read_file(folder / settings.CONFIG_FILE, missing_ok=True)
     if of_run and config.resume == "never":
         raise UserError(f"--resume never: {folder} holds a run already; name another --run-dir")
+    if of_run and config.overfit_batch:
+        raise UserError(f"--overfit-batch: {folder} holds a run already; name another --run-dir")
     if of_run and isinstance(config.resume, Path):
         is_again = of_run.get("resume") == str(config.resume)
         if not is_again and not _is_in(config.resume, folder):
@@ -401,7 +420,7 @@ def _open_folder(config: settings.RunConfig, name: str) -> Path:
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    return folder.resolve() in path.resolve().parents
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
 def dry_run(train: Callable[[ConfigT], dict[str, Any]], config: ConfigT) -> dict[str, Any]:
@@ -414,6 +433,7 @@ def dry_run(train: Callable[[ConfigT], dict[str, Any]], config: ConfigT) -> dict
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         for epochs in (1, 2):
             result = train(replace(config, run_dir=Path(folder), epochs=epochs, resume="auto"))
+            gc.collect()  # ends loaders' workers now: one forked later would trip over them
     print(
         "dry run passed: training, validation, checkpoint, resuming, export and test went through"
     )
@@ -444,7 +464,7 @@ def read_trained(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     else:
         saved = load(path)
         weights, about = (saved.get("ema") or saved).get("model", {}), saved.get("about", {})
-    if not weights or not about:
+    if not weights or not isinstance(about, dict) or not {"model", "classes"} <= about.keys():
         raise UserError(f"{path}: not written by a reference: it says nothing about its weights")
     return weights, about
 

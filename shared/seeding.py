@@ -12,7 +12,7 @@ import random
 import numpy as np
 import torch
 
-ORDER, AUGMENTATION, SAMPLE, STEP, SETUP = range(5)
+ORDER, AUGMENTATION, SAMPLE, STEP, SETUP, SPLIT = range(6)
 """Streams: the first part of a key, so that equal numbers in two uses give unrelated draws."""
 
 

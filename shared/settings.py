@@ -18,6 +18,12 @@ from shared.errors import UserError
 from shared.files import atomic_write
 from shared.precision import Precision
 
+MODES = ("dry_run", "overfit_batch", "evaluate")
+"""Settings that ask for something else than training."""
+
+LARGEST = 2**31 - 1
+"""What any number that is a size may be: beyond it integers of the libraries overflow."""
+
 CONFIG_FILE = "config.toml"
 """Name of the file in a run folder that holds the settings of the run."""
 
@@ -46,8 +52,9 @@ class RunConfig:
     """Only operators that repeat bitwise. A CPU run repeats anyway; a GPU run gets slower."""
     threads: int | None = None
     """CPU threads of PyTorch, or its own choice. Another number rounds differently."""
-    workers: int = 0
-    """Processes that prepare batches; 0: the main process does. Results do not depend on it."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes that prepare batches; 0: the main process does. auto: one for each core where
+    files are decoded or cropped, else 0. Results do not depend on it."""
     keep_freed_memory: bool = True
     """Linux CPUs: keep freed memory for the next step; faster, and takes somewhat more of it."""
     checkpoint_every: int = 200
@@ -67,9 +74,12 @@ class RunConfig:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the values, a line each. A script's own class adds to it."""
-        yield from self.outside(0, math.inf, "seed", "workers", "checkpoint_every")
-        yield from self.outside(1, math.inf, "epochs", "threads", "keep_checkpoints", "log_every")
-        modes = [flag(m) for m in ("dry_run", "overfit_batch", "evaluate") if getattr(self, m)]
+        yield from self.outside(0, math.inf, "seed")
+        yield from self.outside(0, LARGEST, "checkpoint_every")
+        yield from self.outside(1, LARGEST, "epochs", "keep_checkpoints", "log_every")
+        yield from self.outside(0, LARGEST, "workers")
+        yield from self.outside(1, 1024, "threads")
+        modes = [flag(mode) for mode in MODES if getattr(self, mode)]
         if len(modes) > 1:
             yield f"{' and '.join(modes)} exclude each other"
 
@@ -77,8 +87,11 @@ class RunConfig:
         """A line for each of these settings that is set and not between `low` and `high`."""
         for name in names:
             value = getattr(self, name)
+            if isinstance(value, str):  # a word, such as auto
+                continue
             if value is not None and not (low <= value <= high and value < math.inf):  # nor NaN
-                bounds = f"≥ {low}" if high == math.inf else f"between {low} and {high}"
+                no_end = high == math.inf or (high == LARGEST and value < low)
+                bounds = f"≥ {low}" if no_end else f"between {low} and {high}"
                 bounds += " and finite" if value == math.inf else ""
                 yield f"{flag(name)} must be {bounds}, got {value}"
 
@@ -143,9 +156,10 @@ def flag(name: str) -> str:
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """Settings as plain values, to make a run like this one.
 
-    Left out are None, which TOML has not, and where this run's settings and files are.
+    Left out are None, which TOML has not, where this run's settings and files are, and what was
+    to be done instead of training.
     """
-    names = (f.name for f in fields(config) if f.name not in ("config", "run_dir"))
+    names = (f.name for f in fields(config) if f.name not in ("config", "run_dir", *MODES))
     values = {name: getattr(config, name) for name in names}
     return {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
 
@@ -172,7 +186,7 @@ def read_file(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
         raise UserError(f"{path}: {error.strerror}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not TOML: {error}") from None
 
 

@@ -211,6 +211,8 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (SafetensorError, json.JSONDecodeError) as error:
         raise UserError(f"{path} is damaged, or not a safetensors file: {error}") from error
+    if not isinstance(about, dict):
+        raise UserError(f"{path}: its metadata {_ABOUT} is not an object")
     checksum = about.pop(_CHECKSUM, None)
     if checksum is not None and checksum != _checksum(tensors, about):
         raise UserError(f"{path} is damaged: its content does not match its checksum")

@@ -23,7 +23,6 @@ PRE_COMMIT = ".pre-commit-config.yaml"
 NEEDED_WITHOUT_IMPORT = {
     "tensorboard": "torch.utils.tensorboard imports it",
     "torchaudio": "the coming audio references read and transform sound with it",
-    "torchvision": "the coming image folders and CIFAR-10 are read with it",
 }
 """Dependencies that no module imports by name, and why they are needed all the same."""
 

@@ -1,20 +1,34 @@
 """Image data sets: small ones are decoded once and kept as uint8."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Literal, NamedTuple, Self
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shared import seeding
+from shared.data.decoding import (
+    SUFFIXES,
+    ImageFiles,
+    RaggedImages,
+    broken_files,
+    decode_all,
+    decoded_bytes,
+    usable_cores,
+)
+from shared.data.folders import CARVED, PARTS, Listing, carve, list_parts
 from shared.data.loading import seed_sample
 from shared.data.sampling import SampleKey
+from shared.errors import UserError
+from shared.settings import RunConfig
 
-Name = Literal["digits", "synthetic"]
-"""Names that `load` knows."""
+SMALL = 64
+"""Images of one size up to this are trained on as they are, with padded crops."""
 
 
 class ImageBatch(NamedTuple):
@@ -49,23 +63,36 @@ class Normalization(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Decoded images with labels.
+    """Images with labels.
 
     Args:
-        images: uint8 [N, C, H, W].
+        images: uint8 [N, C, H, W], all of one size; or a sequence of [C, H, W] of any size,
+            decoded already or when it is asked for them, which then needs a `transform`.
         labels: int64 [N].
         classes: the name of each label.
         transform: applied to each image, uint8 [C, H, W], when it is read. The global generators
             of Python, NumPy and PyTorch are set before each call from (seed, epoch, index), so
             its draws depend neither on the number of workers nor on where a run was interrupted.
         seed: of the run, for `transform`.
+
+    Raises:
+        UserError: a label is not that of a class.
     """
 
-    images: Tensor
+    images: Tensor | Sequence[Tensor]
     labels: Tensor
     classes: tuple[str, ...]
     transform: Callable[[Tensor], Tensor] | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        outside = ((self.labels < 0) | (self.labels >= len(self.classes))).nonzero()
+        if len(outside):
+            index = int(outside[0])
+            raise UserError(
+                f"sample {index} has the label {self.labels[index]}, "
+                f"but there are {len(self.classes)} classes"
+            )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,6 +100,7 @@ class ImageSet:
     def __getitems__(self, keys: list[SampleKey]) -> ImageBatch:
         indices = torch.tensor([key.sample for key in keys])
         if self.transform is None:
+            assert isinstance(self.images, Tensor)
             return ImageBatch(self.images[indices], self.labels[indices], indices)
         images = []
         for key in keys:
@@ -80,24 +108,66 @@ class ImageSet:
             images.append(self.transform(self.images[key.sample]))
         return ImageBatch(torch.stack(images), self.labels[indices], indices)
 
+    @property
+    def workers(self) -> int:
+        """Processes that make reading fast: none where there is nothing to decode or to crop."""
+        return 0 if self.transform is None else usable_cores()
+
+    @property
+    def shape(self) -> torch.Size:
+        """[C, H, W] of every image that is read."""
+        if self.transform is None:
+            assert isinstance(self.images, Tensor)
+            return self.images.shape[1:]
+        return self.__getitems__([SampleKey(0, 0)]).images.shape[1:]
+
     def subset(self, indices: Tensor) -> Self:
         """The samples at `indices`, int64 [n], in that order."""
-        return replace(self, images=self.images[indices], labels=self.labels[indices])
+        if isinstance(self.images, Tensor):
+            images: Tensor | Sequence[Tensor] = self.images[indices]
+        else:
+            images = Chosen(self.images, indices.tolist())
+        return replace(self, images=images, labels=self.labels[indices])
 
-    def head(self, size: int) -> Self:
-        """The first `size` samples, or all when there are fewer."""
-        return self.subset(torch.arange(min(size, len(self))))
+    def spread(self, size: int) -> Self:
+        """`size` samples, or all when there are fewer, evenly spread: some of every class."""
+        size = min(size, len(self))
+        return self.subset(torch.arange(size) * len(self) // size)
 
     def normalization(self) -> Normalization:
-        """The statistics of this set. A channel without contrast is shifted, and not scaled."""
-        # Counting grey levels is exact, and needs no float copy of the set.
+        """The statistics of this set; of a part of it where images are not of one size.
+
+        A channel without contrast is shifted, and not scaled.
+        """
+        # Counting levels is exact, and needs no float copy of the set.
+        if isinstance(self.images, Tensor):
+            counts = _count_levels(self.images.transpose(0, 1))
+        else:
+            counts = torch.stack([_count_levels(im) for im in self.spread(2000).images]).sum(0)
         levels = torch.arange(256, dtype=torch.float64) / 255
-        mean, std = [], []
-        for channel in self.images.unbind(1):
-            share = torch.bincount(channel.flatten(), minlength=256).double() / channel.numel()
-            mean.append((share * levels).sum().item())
-            std.append((share * (levels - mean[-1]) ** 2).sum().sqrt().item() or 1.0)
-        return Normalization(mean, std)
+        shares = counts / counts.sum(1, keepdim=True)
+        mean = (shares * levels).sum(1)
+        std = (shares * (levels - mean[:, None]) ** 2).sum(1).sqrt()
+        return Normalization(mean.tolist(), [value or 1.0 for value in std.tolist()])
+
+
+def _count_levels(channels: Tensor) -> Tensor:
+    """How often each of the 256 levels is in each channel; uint8 [C, ...] to float64 [C, 256]."""
+    return torch.stack([torch.bincount(c.flatten(), minlength=256) for c in channels]).double()
+
+
+class Chosen(Sequence[Tensor]):
+    """Some of the images of a sequence, which stays as it is."""
+
+    def __init__(self, images: Sequence[Tensor], indices: Sequence[int]) -> None:
+        self._images = images
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        return self._images[self._indices[index]]
 
 
 class Splits(NamedTuple):
@@ -107,19 +177,147 @@ class Splits(NamedTuple):
     val: ImageSet
     test: ImageSet
 
-    def head(self, size: int) -> "Splits":
-        """The first `size` samples of each part."""
-        return Splits(*(part.head(size) for part in self))
+    def spread(self, size: int) -> "Splits":
+        """`size` samples of each part, or all when there are fewer, evenly spread."""
+        return Splits(*(part.spread(size) for part in self))
 
 
-def load(name: Name, *, seed: int = 0) -> Splits:
-    """Read a data set by its name.
+@dataclass(frozen=True)
+class ImageConfig(RunConfig):
+    """Which images to train on, and how they are read."""
 
-    Args:
-        name: `digits` ships with the package; `synthetic` is noise, for throughput.
-        seed: of `synthetic`.
+    data: Literal["digits", "synthetic", "cifar10", "imagefolder"] = "digits"
+    """digits ship with the package; synthetic is noise; cifar10; imagefolder: your own."""
+    data_dir: Path | None = None
+    """Folder of cifar10 or imagefolder: class folders, perhaps below train, val and test."""
+    download: bool = False
+    """Fetch cifar10 into --data-dir."""
+    image_size: int | None = None
+    """Crop and resize to this height and width. Default: small images of one size stay as they
+    are, others get 224."""
+    cache_gb: float = 4.0
+    """Sets that take less memory are decoded once; larger ones each time, by workers."""
+    check_data: bool = False
+    """Train nothing: read every file of imagefolder, and name all that are broken."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values, a line each."""
+        yield from super().problems()
+        yield from self.outside(1, math.inf, "image_size")
+        yield from self.outside(0, math.inf, "cache_gb")
+        has_folder = self.data in ("cifar10", "imagefolder")
+        if has_folder and self.data_dir is None:
+            yield f"--data {self.data} needs --data-dir"
+        if self.data_dir is not None and not has_folder:
+            yield f"--data-dir {self.data_dir}: --data {self.data} has no folder"
+        if self.download and self.data != "cifar10":
+            yield f"--download: there is nothing to fetch for --data {self.data}"
+        if self.check_data and self.data != "imagefolder":
+            yield f"--check-data: --data {self.data} has no files of yours"
+
+
+def load(config: ImageConfig) -> Splits:
+    """Read the data set that the settings name.
+
+    Raises:
+        UserError: it is not there, or something is wrong with it; all that is, at once.
     """
-    return _digits() if name == "digits" else _synthetic(seed)
+    match config.data:
+        case "digits":
+            splits = _digits()
+        case "synthetic":
+            splits = _synthetic(config.seed)
+        case "cifar10":
+            splits = _cifar10(config)
+        case "imagefolder":
+            return _imagefolder(config)
+    if config.image_size in (None, splits.train.shape[-1]):
+        return splits
+    return _cropped(splits, config.image_size, config.seed)
+
+
+def check(config: ImageConfig) -> dict[str, Any]:
+    """Read every file of an image folder, and print a line for each that is broken."""
+    assert config.data_dir is not None
+    listings = list_parts(config.data_dir, SUFFIXES).values()
+    paths = sorted(path for listing in listings for path in listing.paths)
+    broken = broken_files(paths, usable_cores())
+    for line in broken:
+        print(line)
+    return {"images": len(paths), "broken": len(broken), "passed": not broken}
+
+
+def _cropped(splits: Splits, size: int, seed: int) -> Splits:
+    """Let images of any size be read as squares: random parts to train, their middle to test.
+
+    The usual recipe of Szegedy et al., Going Deeper with Convolutions, 2014, section 6: 8 to
+    100 % of the area at 3:4 to 4:3. For testing the shorter side becomes 8/7 of the square.
+    """
+    from torchvision.transforms import v2
+
+    middle = v2.Compose([v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)])
+    return Splits(
+        replace(splits.train, transform=v2.RandomResizedCrop(size), seed=seed),
+        replace(splits.val, transform=middle),
+        replace(splits.test, transform=middle),
+    )
+
+
+def _imagefolder(config: ImageConfig) -> Splits:
+    """Class folders of image files; small sets are decoded once, large ones stream."""
+    assert config.data_dir is not None
+    listings = list_parts(config.data_dir, SUFFIXES)
+    paths = [path for name in PARTS for path in listings[name].paths]
+    gigabytes = decoded_bytes(paths) / 1e9
+    fits = gigabytes <= config.cache_gb
+    print(
+        f"{config.data_dir}: {len(paths):,} images of {len(listings['train'].classes)} classes, "
+        f"{gigabytes:.2f} GB decoded: "
+        + ("kept in memory" if fits else "more than --cache-gb, so decoded each time")
+    )
+    if fits:
+        whole = RaggedImages(decode_all(paths, usable_cores()))
+        if _stay_as_they_are(whole, config.image_size):
+            return _split(whole.stacked(), listings)
+        return _cropped(_split(whole, listings), config.image_size or 224, config.seed)
+    return _cropped(_split(ImageFiles(paths), listings), config.image_size or 224, config.seed)
+
+
+def _stay_as_they_are(images: RaggedImages, size: int | None) -> bool:
+    """Whether images are trained on without resizing: all of one size, asked for or small."""
+    if len(images.sizes) != 1:
+        return False
+    ((_, height, width),) = images.sizes
+    return (height, width) == (size, size) if size else max(height, width) <= SMALL
+
+
+def _split(images: Tensor | Sequence[Tensor], listings: Mapping[str, Listing]) -> Splits:
+    """Hand out images, which are in the order of the listings, to the parts."""
+    parts, start = [], 0
+    for name in PARTS:
+        listing = listings[name]
+        indices = torch.arange(start, start := start + len(listing.paths))
+        own = images[indices] if isinstance(images, Tensor) else Chosen(images, indices.tolist())
+        parts.append(ImageSet(own, listing.labels, listing.classes))
+    return Splits(*parts)
+
+
+def _cifar10(config: ImageConfig) -> Splits:
+    """The original CIFAR-10; a tenth of its training part validates."""
+    from torchvision.datasets import CIFAR10
+
+    parts = []
+    for train in (True, False):
+        try:
+            part = CIFAR10(str(config.data_dir), train=train, download=config.download)
+        except RuntimeError:
+            raise UserError(
+                f"--data-dir {config.data_dir}: CIFAR-10 is not there; --download fetches it"
+            ) from None
+        images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
+        parts.append(ImageSet(images, torch.tensor(part.targets), tuple(part.classes)))
+    rest, validation = carve(parts[0].labels, CARVED)
+    return Splits(parts[0].subset(rest), parts[0].subset(validation), parts[1])
 
 
 def _digits() -> Splits:

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shared import interruption, seeding
 from shared.data.sampling import BatchSampler, SampleKey
+from shared.errors import UserError
 
 
 class Batch(Protocol):
@@ -39,6 +41,7 @@ class Loader(Generic[BatchT]):
         shuffle: False gives the order of the set.
         workers: processes that make batches ahead; 0 makes them in this process, when asked.
         pin: put batches into pinned memory, so that copies to a GPU do not block.
+        weights: with which samples are drawn, with replacement; float [size].
     """
 
     def __init__(
@@ -50,10 +53,11 @@ class Loader(Generic[BatchT]):
         shuffle: bool = False,
         workers: int = 0,
         pin: bool = False,
+        weights: Tensor | None = None,
     ) -> None:
         self.size = len(dataset)
         """Samples in an epoch."""
-        self._sampler = BatchSampler(self.size, batch_size, seed, shuffle)
+        self._sampler = BatchSampler(self.size, batch_size, seed, shuffle, weights)
         self._loader: DataLoader[BatchT] = DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=self._sampler,
@@ -69,10 +73,23 @@ class Loader(Generic[BatchT]):
         """Batches in an epoch."""
         return len(self._sampler)
 
+    def distinct_share(self, epoch: int) -> float:
+        """Share of the set that an epoch uses: less than 1 when samples are drawn by weights."""
+        return len(self._sampler.order(epoch).unique()) / self.size
+
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[BatchT]:
-        """The batches of an epoch, without its first `start` samples."""
+        """The batches of an epoch, without its first `start` samples.
+
+        Raises:
+            UserError: a file cannot be read, for example because it has gone.
+        """
         self._sampler.epoch, self._sampler.start = epoch, start
-        yield from self._loader
+        try:
+            yield from self._loader
+        except UserError as error:
+            # A worker's error arrives with its traceback as text; the last line is the message.
+            line = str(error).strip().splitlines()[-1]
+            raise UserError(line.removeprefix("shared.errors.UserError: ")) from None
 
 
 def _as_it_is(batch: BatchT) -> BatchT:

@@ -18,9 +18,30 @@ class SampleKey(NamedTuple):
     """Its index in the data set."""
 
 
-def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
-    """A permutation of `range(size)`, int64 [size], that depends on (seed, epoch) alone."""
-    return torch.randperm(size, generator=seeding.generator(seeding.ORDER, seed, epoch))
+def epoch_order(size: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
+    """The samples of an epoch in order, int64 [size], a function of (seed, epoch) alone.
+
+    Args:
+        size: of the set.
+        seed: of the run.
+        epoch: number of it.
+        weights: how often each sample is to be drawn in relation to others, float [size]; then
+            samples are drawn with replacement. Without, each comes once.
+
+    Raises:
+        ValueError: there is not one weight for each sample.
+    """
+    generator = seeding.generator(seeding.ORDER, seed, epoch)
+    if weights is None:
+        return torch.randperm(size, generator=generator)
+    if weights.shape != (size,):
+        raise ValueError(f"{size} samples need as many weights, not {tuple(weights.shape)}")
+    return torch.multinomial(weights, size, replacement=True, generator=generator)
+
+
+def balancing_weights(labels: Tensor) -> Tensor:
+    """Weights with which every class is drawn equally often; float64 [N] for labels int64 [N]."""
+    return 1 / labels.bincount().double()[labels]
 
 
 class BatchSampler(Sampler[list[SampleKey]]):
@@ -34,13 +55,17 @@ class BatchSampler(Sampler[list[SampleKey]]):
         batch_size: samples in a batch.
         seed: of the run.
         shuffle: False gives the order of the set.
+        weights: of the samples, float [size], to draw them with replacement.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, size: int, batch_size: int, seed: int, shuffle: bool, weights: Tensor | None = None
+    ) -> None:
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.weights = weights
         self.epoch = 0
         self.start = 0
         """Samples of this epoch that were already used."""
@@ -48,12 +73,14 @@ class BatchSampler(Sampler[list[SampleKey]]):
     def __len__(self) -> int:
         return -(-self.size // self.batch_size)
 
+    def order(self, epoch: int) -> Tensor:
+        """The samples of an epoch, int64 [size]."""
+        if not self.shuffle:
+            return torch.arange(self.size)
+        return epoch_order(self.size, self.seed, epoch, self.weights)
+
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        order = (
-            epoch_order(self.size, self.seed, self.epoch)
-            if self.shuffle
-            else torch.arange(self.size)
-        )
+        order = self.order(self.epoch)
         if self.start >= self.size:  # split would give one empty batch
             return
         for batch in torch.split(order[self.start :], self.batch_size):

@@ -83,6 +83,7 @@ def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tm
         "config.toml",
         "environment.json",
         "metrics.jsonl",
+        "confusion.png",
         "curves.png",
         "model.safetensors",
         "checkpoints/best.pt",
@@ -218,6 +219,41 @@ def test_a_run_from_a_checkpoint_of_another_goes_on_when_it_is_started_again(run
     assert "first holds another run already" in refused.stderr
 
 
+def test_two_processes_cannot_train_in_one_folder(run, start, tmp_path):
+    first = start(SCRIPT, "--run-dir=mine", "--epochs=30")
+    wait_for(lambda: has_logged_a_step(tmp_path / "mine"), first)
+    second = run(SCRIPT, "--run-dir=mine", "--epochs=30")
+    assert second.returncode == 2
+    assert "--run-dir mine: another process is training in it" in second.stderr
+    first.kill()
+    first.communicate()
+    assert last_line(run(SCRIPT, "--run-dir=mine", "--epochs=30"))["epochs"] == 30
+
+
+def test_a_damaged_log_does_not_stop_a_run_from_going_on(run, tmp_path):
+    last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
+    with (tmp_path / "mine" / "metrics.jsonl").open("r+b") as log:
+        log.write(b"\xff\xfe no json\n[]\n{}\n\n")
+    assert last_line(run(SCRIPT, "--run-dir=mine"))["steps"] == 40
+
+
+def test_overfitting_does_not_touch_a_run(run, tmp_path):
+    last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
+    done = run(SCRIPT, "--run-dir=mine", "--overfit-batch")
+    assert done.returncode == 2
+    assert "--overfit-batch: mine holds a run already" in done.stderr
+    assert "overfit" not in (tmp_path / "mine" / "config.toml").read_text()
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback(start):
+    process = start(SCRIPT, "--run-dir=mine")
+    process.stdout.readline()
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(timeout=100) == 1
+    assert "Traceback" not in stderr
+
+
 def test_dry_run_goes_all_the_way_and_keeps_nothing(run, tmp_path):
     done = run(SCRIPT, "--dry-run", "--run-dir=long", "--epochs=500", "--ema=0.9")
     assert last_line(done)["passed"] is True
@@ -280,6 +316,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(run, tmp_path):
     done = run(SCRIPT, "--run-dir=mine", "--resume=never", "--epochs=3")
     assert done.returncode == 2
     assert "--resume never: mine holds a run already" in done.stderr
+    config = (tmp_path / "mine" / "config.toml").rename(tmp_path / "config.toml")
+    done = run(SCRIPT, "--run-dir=mine", "--resume=never", "--epochs=3")
+    assert done.returncode == 2
+    assert "--resume never: mine/checkpoints/step-00000020.pt" in done.stderr
+    config.rename(tmp_path / "mine" / "config.toml")
     assert (tmp_path / "mine" / "metrics.jsonl").read_text() == before
 
     other = run(SCRIPT, "--run-dir=mine", "--epochs=3", "--width=16")

@@ -22,6 +22,7 @@ from shared.runs import Run
 
 GOLDEN = Path(__file__).parent / "vision_resnet_keys.json"
 CPU = torch.device("cpu")
+DIGITS = images.load(Config())
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def test_images_of_any_size_fit(stem, side):
 
 
 def test_a_single_value_for_batch_norm_is_refused_before_training(config):
-    part = images.load("digits").train.head(9)
+    part = DIGITS.train.spread(9)
     with pytest.raises(UserError, match="--batch-size 4"):
         vision_resnet.check_images(part, replace(config, batch_size=4))
     with pytest.raises(UserError, match="--accumulate 3"):
@@ -171,12 +172,12 @@ def test_training_and_evaluation_run_in_the_same_precision(config):
 
     model = Recording(10, channels=1, stem="cifar", width=4)
     config = replace(config, precision="bf16")
-    part = images.load("digits").val.head(20)
+    part = DIGITS.val.spread(20)
     batch = batch_of(4, channels=1, side=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     vision_resnet.train_step(model, optimizer, batch, config, step=0)
     loader = vision_resnet.make_loader(part, config, CPU)
-    evaluation = vision_resnet.evaluate(model, loader, part.normalization(), config, CPU)
+    evaluation = vision_resnet.evaluate(model, loader, 10, part.normalization(), config, CPU)
     assert dtypes == [torch.bfloat16, torch.bfloat16]
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert math.isfinite(evaluation.loss)
@@ -186,12 +187,14 @@ def test_training_and_evaluation_run_in_the_same_precision(config):
 def test_an_evaluation_does_not_depend_on_the_batch_size(config, batch_size):
     torch.manual_seed(0)
     model = ResNet(10, channels=1, stem="cifar", width=4)
-    part = images.load("digits").val
+    part = DIGITS.val
 
     def evaluate(size: int):
         settings_of_size = replace(config, batch_size=size)
         loader = vision_resnet.make_loader(part, settings_of_size, CPU)
-        return vision_resnet.evaluate(model, loader, part.normalization(), settings_of_size, CPU)
+        return vision_resnet.evaluate(
+            model, loader, 10, part.normalization(), settings_of_size, CPU
+        )
 
     expected, found = evaluate(64), evaluate(batch_size)
     assert found.accuracy == expected.accuracy
@@ -199,7 +202,7 @@ def test_an_evaluation_does_not_depend_on_the_batch_size(config, batch_size):
 
 
 def test_inputs_are_normalized_and_in_the_memory_format_that_was_asked_for(config):
-    part = images.load("synthetic").train
+    part = images.load(Config(data="synthetic")).train
     batch = part.__getitems__([images.SampleKey(0, i) for i in range(500)])
     inputs = vision_resnet.prepare(
         batch, {}, part.normalization(), replace(config, channels_last=True), CPU
@@ -305,7 +308,7 @@ def test_a_deterministic_run_on_an_accelerator_resumes_bitwise(
 
 
 def test_compiled_and_eager_agree_and_a_compiled_run_resumes_bitwise(config, tmp_path, monkeypatch):
-    few = images.load("digits").head(64)  # one shape alone is to be compiled, to save time
+    few = DIGITS.spread(64)  # one shape alone is to be compiled, to save time
     monkeypatch.setattr(images, "load", lambda *_, **__: few)
     config = replace(config, compile=True, width=4, batch_size=32, checkpoint_every=1)
     weights = final_weights(config)
@@ -330,7 +333,7 @@ def test_the_average_of_the_weights_is_what_is_exported(config, tmp_path):
 
 def test_the_test_part_is_read_once_and_at_the_end(config, monkeypatch):
     read = []
-    test = images.load("digits").test
+    test = DIGITS.test
     load = images.load
     monkeypatch.setattr(images, "load", lambda *a, **k: load(*a, **k)._replace(test=test))
     original = images.ImageSet.__getitems__
@@ -365,6 +368,9 @@ def test_weights_bring_their_network_and_are_refused_for_other_data(config):
         (("--lr=-1", "--seed=-2"), "--seed must be ≥ 0, got -2"),
         (("--lr=nan",), "--lr must be ≥ 0, got nan"),
         (("--width=0",), "--width must be ≥ 1"),
+        (("--width=3000000000",), "--width must be between 1 and 2147483647"),
+        (("--threads=100000",), "--threads must be between 1 and 1024"),
+        (("--ema=1",), "--ema must be less than 1"),
         (("--accumulate=65",), "--accumulate 65"),
         (("--ema=1.5",), "--ema must be between 0 and 1"),
         (("--crop-padding=-1",), "--crop-padding must be"),

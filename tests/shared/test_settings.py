@@ -166,7 +166,7 @@ def test_a_new_run_dir_gives_no_settings(tmp_path):
         ("lr = inf", "--lr must be ≥ 0 and finite, got inf"),
         ("ema = 1.5", "--ema must be between 0 and 1, got 1.5"),
         ("ema = nan", "--ema must be between 0 and 1, got nan"),
-        ("threads = 0", "--threads must be ≥ 1, got 0"),
+        ("threads = 0", "--threads must be between 1 and 1024, got 0"),
         ("seed = -1", "--seed must be ≥ 0, got -1"),
     ],
 )

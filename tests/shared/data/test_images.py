@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.data.images import ImageBatch, ImageSet, Normalization, load
+from shared.data.images import ImageBatch, ImageConfig, ImageSet, Normalization, load
 from shared.data.sampling import SampleKey
+from shared.errors import UserError
 
+CLASSES = tuple("abcdefghi")
 DIGITS_SHA256 = "64c662606d78e586bf36706d9c83a09e5c4bed59a10acc126a5c51b38542fe9a"
 CARD = Path(__file__).parents[3] / "docs/data/digits.md"
 
@@ -34,7 +36,7 @@ def keys(*samples: int) -> list[SampleKey]:
 
 @pytest.fixture(scope="module")
 def digits():
-    return load("digits")
+    return load(ImageConfig())
 
 
 def test_the_digits_are_those_that_were_exported():
@@ -85,9 +87,9 @@ def test_digits_look_like_digits(digits):
 
 def test_synthetic_images_repeat_with_the_seed():
     one, again, other = (
-        load("synthetic", seed=1),
-        load("synthetic", seed=1),
-        load("synthetic", seed=2),
+        load(ImageConfig(data="synthetic", seed=1)),
+        load(ImageConfig(data="synthetic", seed=1)),
+        load(ImageConfig(data="synthetic", seed=2)),
     )
     for a, b, c in zip(one, again, other, strict=True):
         assert torch.equal(a.images, b.images)
@@ -97,7 +99,7 @@ def test_synthetic_images_repeat_with_the_seed():
 
 
 def test_synthetic_images_are_noise_of_every_class():
-    parts = load("synthetic")
+    parts = load(ImageConfig(data="synthetic"))
     assert [len(part) for part in parts] == [2048, 256, 256]
     for part in parts:
         assert part.images.shape[1:] == (3, 32, 32)
@@ -132,11 +134,20 @@ def test_a_subset_keeps_all_but_the_samples():
     assert len(few) == 2
 
 
-def test_the_head_of_the_parts_is_their_first_samples(digits):
-    for part, head in zip(digits, digits.head(200), strict=True):
-        assert len(head) == min(200, len(part))
-        assert torch.equal(head.images, part.images[:200])
-        assert torch.equal(head.labels, part.labels[:200])
+def test_a_few_of_each_part_are_evenly_spread(digits):
+    for part, few in zip(digits, digits.spread(200), strict=True):
+        assert len(few) == min(200, len(part))
+        assert len(few.labels.unique()) == 10
+    by_label = ImageSet(torch.zeros(9, 1, 1, 1, dtype=torch.uint8), torch.arange(9), CLASSES)
+    assert by_label.spread(3).labels.tolist() == [0, 3, 6]
+    assert by_label.spread(99).labels.tolist() == list(range(9))
+
+
+def test_a_label_beyond_the_classes_is_named():
+    for label in (-1, 9):
+        labels = torch.tensor([0, 1, label])
+        with pytest.raises(UserError, match=rf"sample 2 has the label {label}, .* 9 classes"):
+            ImageSet(torch.zeros(3, 1, 1, 1, dtype=torch.uint8), labels, CLASSES)
 
 
 @given(st.integers(1, 40), st.integers(1, 50))

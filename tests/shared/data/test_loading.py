@@ -47,7 +47,7 @@ def noise(image: Tensor) -> Tensor:
 
 def noisy(size: int = SIZE, seed: int = 0) -> ImageSet:
     images = torch.zeros(size, 1, 1, 1, dtype=torch.uint8)
-    return ImageSet(images, torch.arange(size), ("a",), noise, seed)
+    return ImageSet(images, torch.arange(size), tuple(map(str, range(size))), noise, seed)
 
 
 def samples(batches) -> list[int]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.data.sampling import BatchSampler, SampleKey, epoch_order
+from shared.data.sampling import BatchSampler, SampleKey, balancing_weights, epoch_order
 
 sizes = st.integers(0, 50)
 seeds = st.integers(0, 2**40)
@@ -86,3 +86,20 @@ def test_keys_are_plain_numbers():
     """They go to workers, for whom pickling a tensor costs a file descriptor."""
     ((key,),) = sampler(1, 1)
     assert type(key.sample) is type(key.epoch) is int
+
+
+def test_weights_draw_with_replacement_and_balance_classes():
+    labels = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)
+    weights = balancing_weights(labels)
+    order = epoch_order(1000, seed=0, epoch=0, weights=weights)
+    assert torch.equal(order, epoch_order(1000, seed=0, epoch=0, weights=weights))
+    assert not torch.equal(order, epoch_order(1000, seed=0, epoch=1, weights=weights))
+    assert labels[order].bincount().tolist() == pytest.approx([333] * 3, abs=60)
+    assert len(order.unique()) < 600
+    sampler = BatchSampler(1000, 64, seed=0, shuffle=True, weights=weights)
+    assert [key.sample for batch in sampler for key in batch] == order.tolist()
+
+
+def test_weights_of_the_wrong_length_are_refused():
+    with pytest.raises(ValueError, match="5 samples need as many weights"):
+        epoch_order(5, seed=0, epoch=0, weights=torch.ones(4))

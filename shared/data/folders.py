@@ -1,0 +1,135 @@
+"""Data sets that are folders on a disk: a folder for each class, with or without parts above."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared import seeding
+from shared.errors import UserError
+
+PARTS = ("train", "val", "test")
+"""Names of the folders that split a data set. A part that has none is carved from `train`."""
+
+CARVED = 0.1
+"""Share of each class that a missing part is given."""
+
+_SHOWN = 20
+
+
+class Listing(NamedTuple):
+    """Files and their labels, in the order of classes and names."""
+
+    paths: list[Path]
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def subset(self, indices: Tensor) -> "Listing":
+        """The files at `indices`, int64 [n]."""
+        return Listing(
+            [self.paths[i] for i in indices.tolist()], self.labels[indices], self.classes
+        )
+
+
+def list_parts(folder: Path, suffixes: Sequence[str]) -> dict[str, Listing]:
+    """List a data set, with its own split where it has one.
+
+    Args:
+        folder: holds `train` and perhaps `val` and `test`, each with a folder for each class; or
+            the folders of the classes themselves.
+        suffixes: of the files that count, in lower case, with the dot.
+
+    Returns:
+        A listing for each of `PARTS`. What the folder does not split is split here, a tenth of
+        every class for each missing part, by a permutation that no seed of a run changes.
+
+    Raises:
+        UserError: the folder or a class is not there or is empty, a link leads nowhere, or
+            another part has a class that `train` has not.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
+    listings = {}
+    if (folder / "train").is_dir():
+        listings["train"] = list_classes(folder / "train", suffixes)
+        classes = listings["train"].classes
+        for part in PARTS[1:]:
+            if (folder / part).is_dir():
+                listings[part] = list_classes(folder / part, suffixes, classes)
+    else:
+        listings["train"] = list_classes(folder, suffixes)
+    for part in PARTS[1:]:
+        if part not in listings:
+            rest, carved = carve(listings["train"].labels, CARVED)
+            listings[part] = listings["train"].subset(carved)
+            listings["train"] = listings["train"].subset(rest)
+    return listings
+
+
+def list_classes(
+    folder: Path, suffixes: Sequence[str], classes: tuple[str, ...] | None = None
+) -> Listing:
+    """List the files in the class folders of one part.
+
+    Args:
+        folder: has a folder for each class; hidden ones do not count.
+        suffixes: of the files that count.
+        classes: those that there may be; by default all that there are.
+
+    Raises:
+        UserError: as for `list_parts`; all problems at once.
+    """
+    found = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not found:
+        raise UserError(f"{folder}: has no class folders")
+    known = tuple(found) if classes is None else classes
+    problems = [
+        f"{folder / name}: a class that training has not" for name in found if name not in known
+    ]
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(known):
+        own = sorted(p for p in (folder / name).rglob("*") if _counts(p, suffixes))
+        if not own and classes is None:
+            problems.append(f"{folder / name}: has no {' '.join(suffixes)} files")
+        problems += [f"{p}: a link that leads nowhere" for p in own if not p.exists()]
+        paths += own
+        labels += [label] * len(own)
+    if not paths and not problems:
+        problems.append(f"{folder}: has no {' '.join(suffixes)} files")
+    raise_all(problems)
+    return Listing(paths, torch.tensor(labels), known)
+
+
+def carve(labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Split indices by class: the rest, and a part that has `share` of every class.
+
+    It depends on the labels alone. A class keeps its last sample for the rest.
+
+    Args:
+        labels: int64 [N].
+        share: in (0, 1).
+    """
+    rest, part = [], []
+    for label in labels.unique().tolist():
+        own = (labels == label).nonzero().squeeze(1)
+        order = torch.randperm(len(own), generator=seeding.generator(seeding.SPLIT, label))
+        size = min(max(1, round(share * len(own))), len(own) - 1)
+        part.append(own[order[:size]])
+        rest.append(own[order[size:]])
+    return torch.cat(rest).sort().values, torch.cat(part).sort().values
+
+
+def raise_all(problems: Sequence[str]) -> None:
+    """Raise one UserError for all problems, if there are any; the first ones spelled out."""
+    if problems:
+        more = len(problems) - _SHOWN
+        shown = "; ".join(problems[:_SHOWN])
+        raise UserError(f"{shown}; and {more} more" if more > 0 else shown)
+
+
+def _counts(path: Path, suffixes: Sequence[str]) -> bool:
+    is_file = path.is_file() or path.is_symlink()
+    return is_file and path.suffix.lower() in suffixes and not path.name.startswith(".")
