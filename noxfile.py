@@ -8,8 +8,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 LOWEST = ("torch==2.9.1", "torchvision==0.24.1", "torchaudio==2.9.1")
 
-EVERYTHING = ("-n", "auto", "--dist=worksteal", "--cov", "--cov-report=term")
-"""What the tests do when nothing is selected: all of it, in parallel, with coverage.
+EVERYTHING = ("-n", "auto", "--dist=worksteal")
+"""What the tests do when nothing is selected: all of it, in parallel, and once with coverage.
 
 A selection (a path, `-k name`) runs in one process, so that `--pdb` works and the coverage of a
 part is not mistaken for that of the whole.
@@ -53,7 +53,8 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests but the long ones, on the newest versions; `-- -k name` selects."""
     install(session, "-e", ".[tests]")
-    session.run("python", "-m", "pytest", "-m", "not stress", *(session.posargs or EVERYTHING))
+    arguments = session.posargs or (*EVERYTHING, "--cov", "--cov-report=term")
+    session.run("python", "-m", "pytest", "-m", "not stress", *arguments)
 
 
 @nox.session
