@@ -44,13 +44,10 @@ from shared.optimization import (
 from shared.precision import autocast
 from shared.program import run_program
 from shared.runs import (
-    DRY_RUN_SAMPLES,
     WEIGHTS_FILE,
     Run,
     StepResult,
     check_about,
-    dry_run,
-    overfit,
     read_trained,
     result_of,
     set_up_process,
@@ -58,6 +55,7 @@ from shared.runs import (
 from shared.seeding import seed_step
 from shared.settings import LARGEST
 from shared.state_dicts import load_weights, migrate, save_weights
+from shared.trials import DRY_RUN_SAMPLES, dry_run, overfit
 
 NAME = "vision_resnet"
 

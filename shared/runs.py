@@ -4,15 +4,13 @@ A reference keeps its loop in plain sight and tells its run what happened: `step
 `epoch_ended`, `finish`. Logging, saving, stopping and continuing follow from that.
 """
 
-import gc
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +30,6 @@ from shared.interruption import Interruption
 from shared.metrics import Evaluation
 from shared.precision import set_precision
 from shared.profiling import STEPS, TRACE_FILE, WARM_UP, profiler
-from shared.settings import ConfigT
 from shared.state_dicts import read_weights
 from shared.throughput import START, TrainingClock
 
@@ -42,14 +39,8 @@ CHECKPOINTS = "checkpoints"
 WEIGHTS_FILE = "model.safetensors"
 """Name of the file in a run folder with the final weights."""
 
-OVERFIT_EPOCHS = 100
-"""Steps, of one batch each, in which a batch has to be learnt by heart."""
-
 ENVIRONMENT_FILE = "environment.json"
 """Name of the file in a run folder that says on what machine, and with what versions, it ran."""
-
-DRY_RUN_SAMPLES = 48
-"""Samples of each part that a dry run takes."""
 
 
 class StepResult(NamedTuple):
@@ -421,36 +412,6 @@ def _open_folder(config: settings.RunConfig, name: str) -> Path:
 
 def _is_in(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
-
-
-def dry_run(train: Callable[[ConfigT], dict[str, Any]], config: ConfigT) -> dict[str, Any]:
-    """Take a run's whole path on a few samples: two epochs, the second by continuing the first.
-
-    Args:
-        train: the function that trains; it takes `DRY_RUN_SAMPLES` of each part.
-        config: the settings of the long run.
-    """
-    with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
-        for epochs in (1, 2):
-            result = train(replace(config, run_dir=Path(folder), epochs=epochs, resume="auto"))
-            gc.collect()  # ends loaders' workers now: one forked later would trip over them
-    print(
-        "dry run passed: training, validation, checkpoint, resuming, export and test went through"
-    )
-    return {**result, "run_dir": None, "passed": True}
-
-
-def overfit(train: Callable[[ConfigT], dict[str, Any]], config: ConfigT) -> dict[str, Any]:
-    """Learn one batch by heart: a model that cannot has a fault that no data will mend.
-
-    Args:
-        train: the function that trains; it takes one batch for every part of the data.
-        config: the settings, without what makes learning by heart harder.
-    """
-    result = train(replace(config, epochs=OVERFIT_EPOCHS, checkpoint_every=0))
-    passed = result["test_accuracy"] == 1.0
-    print(f"overfit-batch {'passed' if passed else 'FAILED'}: {result['test_accuracy']:.1%} learnt")
-    return {**result, "passed": passed}
 
 
 def read_trained(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

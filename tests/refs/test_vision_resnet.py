@@ -13,7 +13,7 @@ from torch import nn
 
 from refs import vision_resnet
 from refs.vision_resnet import Config, ResNet
-from shared import runs, seeding
+from shared import seeding, trials
 from shared.data import images
 from shared.data.images import ImageBatch
 from shared.errors import UserError
@@ -332,7 +332,7 @@ def test_the_average_of_the_weights_is_what_is_exported(config, tmp_path):
 
 
 def test_a_batch_that_is_not_learnt_fails(config, monkeypatch, capsys):
-    monkeypatch.setattr(runs, "OVERFIT_EPOCHS", 2)
+    monkeypatch.setattr(trials, "OVERFIT_EPOCHS", 2)
     flags = ["--overfit-batch", "--device=cpu", "--width=4", "--lr=0"]
     flags.append(f"--run-dir={config.run_dir}")
     assert run_program(vision_resnet.main, Config, "", flags) == 1
