@@ -36,18 +36,20 @@ def measure(keep_freed_memory: bool, config: Config) -> float:
     from refs import vision_resnet
     from shared.data import images
     from shared.data.sampling import SampleKey
+    from shared.data.splits import spread
     from shared.runs import set_up_process
+    from shared.training import make_optimizer
 
     settings = vision_resnet.Config(
         device="cpu", data="synthetic", stem="imagenet", keep_freed_memory=keep_freed_memory
     )
     device = set_up_process(settings)
-    part = images.load(settings).train.spread(config.batch_size)
+    part = spread(images.load(settings).train, config.batch_size)
     about = vision_resnet.describe(part, settings)
     model = vision_resnet.build_model(about, settings, device)
-    optimizer = vision_resnet.make_optimizer(model, settings)
-    batch = part.__getitems__([SampleKey(0, sample) for sample in range(len(part))])
-    batch = vision_resnet.prepare(batch, {}, part.normalization(), settings, device)
+    optimizer = make_optimizer(model, settings)
+    prepare = vision_resnet.make_preparation(about, part, settings, device)
+    batch = prepare(part.__getitems__([SampleKey(0, sample) for sample in range(len(part))]))
     for step in range(config.warmup + config.steps):
         if step == config.warmup:
             began = time.perf_counter()

@@ -24,23 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.data import images
-from shared.data.augment import Augmentation, augment
-from shared.data.images import ImageBatch, ImageConfig, ImageSet, Normalization, Splits
+from shared.data.images import ImageBatch, ImageConfig, ImageSet, Normalization, Preparation
 from shared.data.loading import Loader
-from shared.data.sampling import balancing_weights
-from shared.devices import move
+from shared.data.sampling import balancing_weights, smallest_micro_batch
 from shared.errors import UserError
 from shared.initialization import initialize
 from shared.metrics import Evaluation, Tally
-from shared.optimization import (
-    Ema,
-    Schedule,
-    parameter_groups,
-    plateau,
-    restore,
-    step_decay,
-    warmup_cosine,
-)
 from shared.precision import autocast
 from shared.program import run_program
 from shared.runs import (
@@ -55,14 +44,15 @@ from shared.runs import (
 from shared.seeding import seed_step
 from shared.settings import LARGEST
 from shared.state_dicts import load_weights, migrate, save_weights
-from shared.trials import DRY_RUN_SAMPLES, dry_run, overfit
+from shared.training import Learner, TrainingConfig
+from shared.trials import dry_run, overfit, shorten
 
 NAME = "vision_resnet"
 
 
 @dataclass(frozen=True)
-class Config(ImageConfig):
-    """Settings of a run; those that every run has come first."""
+class Config(TrainingConfig, ImageConfig):
+    """Settings of a run, on top of those for training and for images."""
 
     epochs: int = 12
     """Times that every training sample is used."""
@@ -70,65 +60,11 @@ class Config(ImageConfig):
     """First layers. imagenet: 7x7 with stride 2 and a pool; cifar: 3x3 that keeps small images."""
     width: int = 64
     """Channels of the first stage. 64 is ResNet-18."""
-    batch_size: int = 64
-    """Samples in an optimizer step."""
-    accumulate: int = 1
-    """Micro-batches that an optimizer step is made of: more of them need less memory."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """sgd is with Nesterov momentum."""
-    lr: float = 0.05
-    """Highest learning rate."""
-    momentum: float = 0.9
-    """Momentum of sgd."""
-    weight_decay: float = 5e-4
-    """L2 penalty of sgd, decoupled decay of adamw; not for biases and norms."""
-    schedule: Literal["cosine", "step", "plateau"] = "cosine"
-    """cosine: over all steps, after a warm-up. step: divided by 10 after each third of the epochs.
-    plateau: halved when the validation loss stops falling."""
-    warmup_epochs: float = 1.0
-    """Epochs over which cosine rises to --lr."""
-    label_smoothing: float = 0.1
-    """Share of the target that is spread over all classes."""
-    clip_norm: float | None = None
-    """Scale the gradients down to this norm of them all together."""
-    ema: float | None = None
-    """Decay, for example 0.99, of an average of the weights; it is evaluated and exported then."""
-    balance: bool = False
-    """Draw samples so that all classes are seen equally often; some come again in an epoch."""
-    channels_last: bool = False
-    """Store images and kernels with channels innermost, which many devices prefer."""
-    crop_padding: int = 1
-    """Augmentation: zero pixels around an image before it is cropped back to its size. Images that
-    are cropped at random already have none."""
-    flip: bool = False
-    """Augmentation: mirror half of the images. Not for digits."""
-    color_jitter: float = 0.0
-    """Augmentation: strength of random brightness, contrast and saturation, as in torchvision."""
-    hue: float = 0.0
-    """Augmentation: strength of random hue, at most 0.5."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the values, a line each."""
         yield from super().problems()
-        yield from self.outside(1, LARGEST, "width", "batch_size", "accumulate")
-        yield from self.outside(0, math.inf, "lr", "weight_decay", "warmup_epochs", "clip_norm")
-        yield from self.outside(0, LARGEST, "crop_padding", "color_jitter")
-        yield from self.outside(0, 1, "momentum", "label_smoothing", "ema")
-        if self.ema == 1:
-            yield "--ema must be less than 1: nothing would ever be averaged"
-        yield from self.outside(0, 0.5, "hue")
-        if self.accumulate > self.batch_size:
-            yield f"--accumulate {self.accumulate}: a batch has only {self.batch_size} samples"
-        if self.optimizer != "sgd" and self.momentum != Config.momentum:
-            yield f"--momentum {self.momentum}: --optimizer {self.optimizer} has none"
-        if self.schedule != "cosine" and self.warmup_epochs != Config.warmup_epochs:
-            yield f"--warmup-epochs {self.warmup_epochs}: --schedule {self.schedule} has none"
-
-    def augmentation(self, part: ImageSet) -> Augmentation:
-        """What happens to the training images of a data set."""
-        padding = self.crop_padding if part.transform is None else 0
-        strength = self.color_jitter
-        return Augmentation(padding, self.flip, strength, strength, strength, self.hue)
+        yield from self.outside(1, LARGEST, "width")
 
 
 MIGRATIONS: list[Mapping[str, str]] = []
@@ -195,48 +131,6 @@ class ResNet(nn.Module):
         return logits
 
 
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The optimizer of the settings, in its fused form: one kernel for all parameters."""
-    groups = parameter_groups(model, config.weight_decay)
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, config.lr, fused=True)
-    nesterov = config.momentum > 0
-    return torch.optim.SGD(groups, config.lr, config.momentum, nesterov=nesterov, fused=True)
-
-
-def make_schedule(
-    optimizer: torch.optim.Optimizer, config: Config, steps_per_epoch: int
-) -> Schedule:
-    """How the learning rate changes."""
-    if config.schedule == "step":
-        return step_decay(optimizer, math.ceil(config.epochs / 3), gamma=0.1)
-    if config.schedule == "plateau":
-        return plateau(optimizer, factor=0.5, patience=2)
-    warmup = round(min(config.warmup_epochs, config.epochs) * steps_per_epoch)
-    return warmup_cosine(optimizer, warmup, config.epochs * steps_per_epoch)
-
-
-def prepare(
-    batch: ImageBatch,
-    rows: Mapping[str, Tensor],
-    normalization: Normalization,
-    config: Config,
-    device: torch.device,
-) -> ImageBatch:
-    """Move a batch to the device; there augment and normalize all its images together.
-
-    Args:
-        batch: uint8 images.
-        rows: augmentation of every sample of the set; empty for none.
-    """
-    own_rows = {name: column[batch.indices] for name, column in rows.items()}
-    batch = move(batch, device)
-    inputs = normalization(augment(batch.images, own_rows))
-    if config.channels_last:
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-    return batch._replace(images=inputs)
-
-
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -269,44 +163,29 @@ def train_step(
 
 
 def train_one_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    ema: Ema | None,
-    loader: Loader[ImageBatch],
-    augmentation: Augmentation,
-    normalization: Normalization,
-    config: Config,
-    run: Run,
+    learner: Learner, loader: Loader[ImageBatch], prepare: Preparation, config: Config, run: Run
 ) -> None:
     """Train on what is left of the epoch that the run is in."""
-    model.train()
-    rows = augmentation.table(loader.size, config.seed, run.progress.epoch)
+    learner.model.train()
+    rows = prepare.augmentation.table(loader.size, config.seed, run.progress.epoch)
     for batch in run.batches(loader):
-        inputs = prepare(batch, rows, normalization, config, run.device)
-        result = train_step(model, optimizer, inputs, config, run.progress.step)
-        lr = schedule.lr
-        schedule.step_ended()
-        if ema is not None:
-            ema.update()
+        inputs = prepare(batch, rows)
+        step, lr = run.progress.step, learner.schedule.lr
+        result = train_step(learner.model, learner.optimizer, inputs, config, step)
+        learner.step_ended()
         run.step_ended(result, batch.samples, lr)
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    loader: Loader[ImageBatch],
-    classes: int,
-    normalization: Normalization,
-    config: Config,
-    device: torch.device,
+    model: nn.Module, loader: Loader[ImageBatch], prepare: Preparation, config: Config
 ) -> Evaluation:
     """Mean loss, without smoothing, and accuracies; in the precision that training has."""
     model.eval()
-    tally = Tally(classes, device)
+    tally = Tally()
     for batch in loader.epoch():
-        inputs = prepare(batch, {}, normalization, config, device)
-        with autocast(config.precision, device):
+        inputs = prepare(batch)
+        with autocast(config.precision, prepare.device):
             logits = model(inputs.images)
             loss = F.cross_entropy(logits, inputs.labels, reduction="sum")
         tally.add(loss, logits, inputs.labels)
@@ -329,23 +208,18 @@ def make_loader(
 
 
 def check_images(part: ImageSet, config: Config) -> None:
-    """Refuse batches that cannot be filled, or that BatchNorm cannot learn from.
+    """Refuse batches that BatchNorm cannot learn from.
 
     Raises:
-        UserError: there are fewer samples than a batch has; or the smallest micro-batch is one
-            image of which the last stage makes one pixel, so one value of each channel.
+        UserError: the smallest micro-batch is one image of which the last stage makes one pixel,
+            so one value of each channel.
     """
-    size = len(part)
-    if config.batch_size > size:
-        raise UserError(f"--batch-size {config.batch_size}: there are {size} training samples")
-    batches = {config.batch_size, size % config.batch_size or config.batch_size}
-    smallest = min(batch // min(config.accumulate, batch) for batch in batches)
+    smallest = smallest_micro_batch(len(part), config.batch_size, config.accumulate)
     _, height, width = part.shape
-    reduction = 32 if config.stem == "imagenet" else 8
-    if smallest == 1 and max(height, width) <= reduction:
+    if smallest == 1 and max(height, width) <= (32 if config.stem == "imagenet" else 8):
         raise UserError(
-            f"--batch-size {config.batch_size} --accumulate {config.accumulate}: of {size} samples "
-            f"one is left alone, and {height}x{width} images end as one pixel with --stem "
+            f"--batch-size {config.batch_size} --accumulate {config.accumulate}: of {len(part)} "
+            f"samples one is left alone, and {height}x{width} images end as one pixel with --stem "
             f"{config.stem}: BatchNorm cannot learn from a single value"
         )
 
@@ -365,6 +239,14 @@ def describe(part: ImageSet, config: Config) -> dict[str, Any]:
     }
 
 
+def make_preparation(
+    about: Mapping[str, Any], part: ImageSet, config: Config, device: torch.device
+) -> Preparation:
+    """What becomes of the images of a batch before the network sees them."""
+    normalization = Normalization(**about["normalization"])
+    return Preparation(normalization, config.augmentation(part), device, config.channels_last)
+
+
 def build_model(about: Mapping[str, Any], config: Config, device: torch.device) -> ResNet:
     """The network that a description is of, on the device."""
     model = ResNet(**about["model"])
@@ -379,63 +261,27 @@ def train(config: Config) -> dict[str, Any]:
             return run.result
         splits = images.load(config)
         check_images(splits.train, config)
-        if config.dry_run:
-            splits = splits.spread(DRY_RUN_SAMPLES)
-        if config.overfit_batch:
-            splits = Splits(*[splits.train.spread(config.batch_size)] * 3)
+        splits = shorten(splits, config)
         about = describe(splits.train, config)
-        normalization = Normalization(**about["normalization"])
-        augmentation = config.augmentation(splits.train)
-        classes = len(about["classes"])
+        prepare = make_preparation(about, splits.train, config, run.device)
         train_loader = make_loader(splits.train, config, run.device, shuffle=True)
         val_loader = make_loader(splits.val, config, run.device)
-
-        model = build_model(about, config, run.device)
-        optimizer = make_optimizer(model, config)
-        schedule = make_schedule(optimizer, config, len(train_loader))
-        if run.saved is not None:
-            check_about(about, run.saved["about"], run.source)
-            load_weights(model, run.saved["model"], run.source)
-            restore(optimizer, schedule, run.saved["optimizer"], run.saved["schedule"])
-        ema = Ema(model, config.ema) if config.ema is not None else None
-        if ema is not None and run.saved is not None and run.saved["ema"] is not None:
-            ema.load_state_dict(run.saved["ema"])
-        evaluated = model if ema is None else ema.model
-        if config.compile:
-            model.compile(dynamic=False)  # shapes that turn dynamic half-way change the rounding
-
-        def state() -> dict[str, Any]:
-            return {
-                "about": about,
-                "model": model.state_dict(),
-                "ema": None if ema is None else ema.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-            }
-
-        run.begin(state, model)
+        learner = Learner(build_model(about, config, run.device), config, len(train_loader))
+        run.begin(learner, about)
         if config.balance:
             run.log.say(f"an epoch has {train_loader.distinct_share(0):.1%} distinct samples")
+        if config.compile:  # shapes that turn dynamic half-way would change the rounding
+            learner.model.compile(dynamic=False)
+
         while run.progress.epoch < config.epochs:
-            train_one_epoch(
-                model,
-                optimizer,
-                schedule,
-                ema,
-                train_loader,
-                augmentation,
-                normalization,
-                config,
-                run,
-            )
-            validation = evaluate(evaluated, val_loader, classes, normalization, config, run.device)
-            schedule.epoch_ended(validation.loss)
-            run.epoch_ended(validation, {"about": about, "model": evaluated.state_dict()})
+            train_one_epoch(learner, train_loader, prepare, config, run)
+            validation = evaluate(learner.evaluated, val_loader, prepare, config)
+            learner.schedule.epoch_ended(validation.loss)
+            run.epoch_ended(validation)
 
         # What is measured is what was exported: the file, read back.
-        exported = run.folder / WEIGHTS_FILE
-        save_weights(exported, evaluated, about)
-        test = evaluate_file(exported, splits.test, config, run.device)
+        save_weights(run.folder / WEIGHTS_FILE, learner.evaluated, about)
+        test = evaluate_file(run.folder / WEIGHTS_FILE, splits.test, config, run.device)
         return run.finish(test, splits.test.classes)
 
 
@@ -448,11 +294,10 @@ def evaluate_file(path: Path, part: ImageSet, config: Config, device: torch.devi
     weights, about = read_trained(path)
     model_for_this = {**about["model"], "channels": part.shape[0]}
     check_about({"model": model_for_this, "classes": list(part.classes)}, about, path)
-    normalization = Normalization(**about["normalization"])
     model = build_model(about, config, device)
     load_weights(model, migrate(weights, about["version"], MIGRATIONS, path), path)
-    loader = make_loader(part, config, device)
-    return evaluate(model, loader, len(part.classes), normalization, config, device)
+    prepare = make_preparation(about, part, config, device)
+    return evaluate(model, make_loader(part, config, device), prepare, config)
 
 
 def main(config: Config) -> dict[str, Any]:

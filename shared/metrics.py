@@ -23,18 +23,11 @@ class Evaluation(NamedTuple):
 
 
 class Tally:
-    """Counts over the batches of an evaluation, on the device: only the end waits for it.
+    """Counts over the batches of an evaluation, on the device: only the end waits for it."""
 
-    Args:
-        classes: number of classes.
-        device: of the logits.
-    """
-
-    def __init__(self, classes: int, device: torch.device) -> None:
-        self._loss_sum = torch.zeros((), device=device)
-        self._in_top5 = torch.zeros((), device=device, dtype=torch.int64)
-        self._confusion = torch.zeros(classes * classes, device=device, dtype=torch.int64)
-        self._classes = classes
+    def __init__(self) -> None:
+        self._counts: tuple[Tensor, Tensor, Tensor] | None = None
+        self._classes = 0
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Count a batch.
@@ -44,20 +37,27 @@ class Tally:
             logits: [B, C].
             labels: int64 [B].
         """
-        self._loss_sum += loss_sum
+        if self._counts is None:
+            self._classes = logits.shape[1]
+            zeros = torch.zeros(1 + self._classes**2, device=logits.device, dtype=torch.int64)
+            self._counts = torch.zeros((), device=logits.device), zeros[0], zeros[1:]
+        total, in_top5, confusion = self._counts
+        total += loss_sum
         if self._classes > 5:
             top5 = logits.topk(5, dim=1).indices
-            self._in_top5 += (top5 == labels[:, None]).sum()
+            in_top5 += (top5 == labels[:, None]).sum()
         cells = labels * self._classes + logits.argmax(1)
-        self._confusion += torch.bincount(cells, minlength=len(self._confusion))
+        confusion += torch.bincount(cells, minlength=len(confusion))
 
     def evaluation(self) -> Evaluation:
-        """Read the counts."""
-        confusion = self._confusion.view(self._classes, self._classes).cpu()
+        """Read the counts; at least one batch was added."""
+        assert self._counts is not None
+        total, in_top5, confusion = (count.cpu() for count in self._counts)
+        confusion = confusion.view(self._classes, self._classes)
         samples = int(confusion.sum())
         return Evaluation(
-            loss=self._loss_sum.item() / samples,
+            loss=total.item() / samples,
             accuracy=int(confusion.diag().sum()) / samples,
-            top5=self._in_top5.item() / samples if self._classes > 5 else None,
+            top5=in_top5.item() / samples if self._classes > 5 else None,
             confusion=confusion,
         )

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared import curves, environment, memory, runlog, seeding, settings
 from shared.checkpoints import Checkpoints, load
@@ -32,6 +32,7 @@ from shared.precision import set_precision
 from shared.profiling import STEPS, TRACE_FILE, WARM_UP, profiler
 from shared.state_dicts import read_weights
 from shared.throughput import START, TrainingClock
+from shared.training import Learner
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder with checkpoints in a run folder."""
@@ -97,7 +98,6 @@ class Run:
         """The file that it was read from."""
         self.result: dict[str, Any] | None = None
         """What the run in this folder ended with, if it has nothing left to do."""
-        self._state: Callable[[], dict[str, Any]] = dict
         self._unread: list[tuple[int, int, StepResult]] = []
         self._clock = TrainingClock()
         self._logged = START
@@ -139,28 +139,34 @@ class Run:
     ) -> None:
         self._exits.__exit__(kind, error, trace)
 
-    def begin(self, state: Callable[[], dict[str, Any]], model: nn.Module) -> None:
-        """Everything is made, restored and checked: training starts now.
+    def begin(self, learner: Learner, about: Mapping[str, Any]) -> None:
+        """Everything is made and checked: bring back what was saved, and start training.
 
         Only here is anything in the folder changed, and from here on signals wait for the end
         of a step.
 
         Args:
-            state: makes the part of a checkpoint that the script knows, plain data and tensors.
-            model: for the log.
+            learner: newly made; a checkpoint holds its state.
+            about: what has to be known to use the weights; it goes into every checkpoint.
+
+        Raises:
+            UserError: the checkpoint is of another model or of other data.
         """
+        if self.saved is not None:
+            check_about(about, self.saved["about"], self.source)
+            learner.load_state_dict(self.saved, self.source)
+        self._learner, self._about = learner, about
         position = 0 if self.saved is None else self.saved["log_position"]
         self.log = self._exits.enter_context(
             runlog.RunLog(self.folder, position, self.progress.step)
         )
         self._describe()
         self._interruption = self._exits.enter_context(Interruption())
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self.log.say(
             f"{self.name}: {parameters:,} parameters on {self.device} in {self.config.precision}, "
             f"{torch.get_num_threads()} threads; run folder {self.folder}"
         )
-        self._state = state
         self._setup_seconds = time.perf_counter() - self._began
         memory.reset_peak(self.device)
         if self.config.profile:
@@ -199,12 +205,11 @@ class Run:
             self.save()
         self._stop_if_interrupted()
 
-    def epoch_ended(self, validation: Evaluation, weights: dict[str, Any]) -> None:
+    def epoch_ended(self, validation: Evaluation) -> None:
         """Count an epoch and log it; keep its weights if they are the best so far.
 
         Args:
             validation: of the weights after this epoch.
-            weights: what `best.pt` is to hold.
         """
         at = self.progress
         self._log_epoch(validation)
@@ -212,7 +217,8 @@ class Run:
         if score > at.best:
             at.best = score
             if self.config.checkpoint_every > 0:
-                self._checkpoints.save_best(weights)
+                weights = self._learner.evaluated.state_dict()
+                self._checkpoints.save_best({"about": self._about, "model": weights})
         due = self._is_due()
         self.progress = Progress(epoch=at.epoch + 1, step=at.step, best=at.best)
         if due or self.progress.epoch == self.config.epochs:
@@ -263,7 +269,8 @@ class Run:
                     "log_position": self.log.flushed_position(),
                     "config": settings.as_dict(self.config),
                     "threads": torch.get_num_threads(),
-                    **self._state(),
+                    "about": self._about,
+                    **self._learner.state_dict(),
                 },
             )
 

@@ -7,13 +7,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shared.data.splits import PartT, Splits, spread
+from shared.errors import UserError
 from shared.settings import ConfigT
+from shared.training import TrainingConfig
 
 DRY_RUN_SAMPLES = 48
 """Samples of each part that a dry run takes."""
 
 OVERFIT_EPOCHS = 100
 """Steps, of one batch each, in which a batch has to be learnt by heart."""
+
+
+def shorten(splits: Splits[PartT], config: TrainingConfig) -> Splits[PartT]:
+    """What of the data a short run takes: some of each part, or one batch for all; else all.
+
+    Raises:
+        UserError: the training part does not fill a single batch.
+    """
+    size = len(splits.train)
+    if config.batch_size > size:
+        raise UserError(f"--batch-size {config.batch_size}: there are {size} training samples")
+    if config.dry_run:
+        return splits.spread(DRY_RUN_SAMPLES)
+    if config.overfit_batch:
+        return Splits(*[spread(splits.train, config.batch_size)] * 3)
+    return splits
 
 
 def dry_run(train: Callable[[ConfigT], dict[str, Any]], config: ConfigT) -> dict[str, Any]:

@@ -7,14 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared import seeding
+from shared.data.splits import PARTS, carve
 from shared.errors import UserError
-
-PARTS = ("train", "val", "test")
-"""Names of the folders that split a data set. A part that has none is carved from `train`."""
-
-CARVED = 0.1
-"""Share of each class that a missing part is given."""
 
 _SHOWN = 20
 
@@ -62,7 +56,7 @@ def list_parts(folder: Path, suffixes: Sequence[str]) -> dict[str, Listing]:
         listings["train"] = list_classes(folder, suffixes)
     for part in PARTS[1:]:
         if part not in listings:
-            rest, carved = carve(listings["train"].labels, CARVED)
+            rest, carved = carve(listings["train"].labels)
             listings[part] = listings["train"].subset(carved)
             listings["train"] = listings["train"].subset(rest)
     return listings
@@ -101,25 +95,6 @@ def list_classes(
         problems.append(f"{folder}: has no {' '.join(suffixes)} files")
     raise_all(problems)
     return Listing(paths, torch.tensor(labels), known)
-
-
-def carve(labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Split indices by class: the rest, and a part that has `share` of every class.
-
-    It depends on the labels alone. A class keeps its last sample for the rest.
-
-    Args:
-        labels: int64 [N].
-        share: in (0, 1).
-    """
-    rest, part = [], []
-    for label in labels.unique().tolist():
-        own = (labels == label).nonzero().squeeze(1)
-        order = torch.randperm(len(own), generator=seeding.generator(seeding.SPLIT, label))
-        size = min(max(1, round(share * len(own))), len(own) - 1)
-        part.append(own[order[:size]])
-        rest.append(own[order[size:]])
-    return torch.cat(rest).sort().values, torch.cat(part).sort().values
 
 
 def raise_all(problems: Sequence[str]) -> None:

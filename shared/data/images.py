@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 from shared import seeding
+from shared.data.augment import Augmentation, augment
 from shared.data.decoding import (
-    SUFFIXES,
-    ImageFiles,
-    RaggedImages,
+    Chosen,
+    DecodedFiles,
+    Ragged,
     broken_files,
     decode_all,
-    decoded_bytes,
     usable_cores,
 )
-from shared.data.folders import CARVED, PARTS, Listing, carve, list_parts
+from shared.data.folders import Listing, list_parts
+from shared.data.image_files import SUFFIXES, decode, decoded_bytes
 from shared.data.loading import seed_sample
 from shared.data.sampling import SampleKey
+from shared.data.splits import PARTS, Splits, carve, spread
+from shared.devices import move
 from shared.errors import UserError
-from shared.settings import RunConfig
+from shared.settings import LARGEST, RunConfig
 
 SMALL = 64
 """Images of one size up to this are trained on as they are, with padded crops."""
@@ -129,11 +132,6 @@ class ImageSet:
             images = Chosen(self.images, indices.tolist())
         return replace(self, images=images, labels=self.labels[indices])
 
-    def spread(self, size: int) -> Self:
-        """`size` samples, or all when there are fewer, evenly spread: some of every class."""
-        size = min(size, len(self))
-        return self.subset(torch.arange(size) * len(self) // size)
-
     def normalization(self) -> Normalization:
         """The statistics of this set; of a part of it where images are not of one size.
 
@@ -143,7 +141,7 @@ class ImageSet:
         if isinstance(self.images, Tensor):
             counts = _count_levels(self.images.transpose(0, 1))
         else:
-            counts = torch.stack([_count_levels(im) for im in self.spread(2000).images]).sum(0)
+            counts = torch.stack([_count_levels(im) for im in spread(self, 2000).images]).sum(0)
         levels = torch.arange(256, dtype=torch.float64) / 255
         shares = counts / counts.sum(1, keepdim=True)
         mean = (shares * levels).sum(1)
@@ -156,30 +154,29 @@ def _count_levels(channels: Tensor) -> Tensor:
     return torch.stack([torch.bincount(c.flatten(), minlength=256) for c in channels]).double()
 
 
-class Chosen(Sequence[Tensor]):
-    """Some of the images of a sequence, which stays as it is."""
+@dataclass(frozen=True)
+class Preparation:
+    """What lies between the images of a set and the network, for a whole batch on the device."""
 
-    def __init__(self, images: Sequence[Tensor], indices: Sequence[int]) -> None:
-        self._images = images
-        self._indices = indices
+    normalization: Normalization
+    augmentation: Augmentation
+    """Its `table` gives the rows of an epoch."""
+    device: torch.device
+    channels_last: bool = False
 
-    def __len__(self) -> int:
-        return len(self._indices)
+    def __call__(self, batch: ImageBatch, rows: Mapping[str, Tensor] | None = None) -> ImageBatch:
+        """Move a batch of uint8 images, augment it, and make normalized floats of it.
 
-    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        return self._images[self._indices[index]]
-
-
-class Splits(NamedTuple):
-    """Training, validation (for every choice) and test (touched once, at the end)."""
-
-    train: ImageSet
-    val: ImageSet
-    test: ImageSet
-
-    def spread(self, size: int) -> "Splits":
-        """`size` samples of each part, or all when there are fewer, evenly spread."""
-        return Splits(*(part.spread(size) for part in self))
+        Args:
+            batch: as a set gives it.
+            rows: augmentation of every sample of the set; none to evaluate.
+        """
+        own_rows = {name: column[batch.indices] for name, column in (rows or {}).items()}
+        batch = move(batch, self.device)
+        inputs = self.normalization(augment(batch.images, own_rows))
+        if self.channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return batch._replace(images=inputs)
 
 
 @dataclass(frozen=True)
@@ -197,6 +194,19 @@ class ImageConfig(RunConfig):
     are, others get 224."""
     cache_gb: float = 4.0
     """Sets that take less memory are decoded once; larger ones each time, by workers."""
+    balance: bool = False
+    """Draw samples so that all classes are seen equally often; some come again in an epoch."""
+    channels_last: bool = False
+    """Store images and kernels with channels innermost, which many devices prefer."""
+    crop_padding: int = 1
+    """Augmentation: zero pixels around an image before it is cropped back to its size. Images that
+    are cropped at random already have none."""
+    flip: bool = False
+    """Augmentation: mirror half of the images. Not for digits."""
+    color_jitter: float = 0.0
+    """Augmentation: strength of random brightness, contrast and saturation, as in torchvision."""
+    hue: float = 0.0
+    """Augmentation: strength of random hue, at most 0.5."""
     check_data: bool = False
     """Train nothing: read every file of imagefolder, and name all that are broken."""
 
@@ -205,6 +215,8 @@ class ImageConfig(RunConfig):
         yield from super().problems()
         yield from self.outside(1, math.inf, "image_size")
         yield from self.outside(0, math.inf, "cache_gb")
+        yield from self.outside(0, LARGEST, "crop_padding", "color_jitter")
+        yield from self.outside(0, 0.5, "hue")
         has_folder = self.data in ("cifar10", "imagefolder")
         if has_folder and self.data_dir is None:
             yield f"--data {self.data} needs --data-dir"
@@ -215,8 +227,14 @@ class ImageConfig(RunConfig):
         if self.check_data and self.data != "imagefolder":
             yield f"--check-data: --data {self.data} has no files of yours"
 
+    def augmentation(self, part: ImageSet) -> Augmentation:
+        """What happens to the training images of a set when they are on the device."""
+        padding = self.crop_padding if part.transform is None else 0
+        strength = self.color_jitter
+        return Augmentation(padding, self.flip, strength, strength, strength, self.hue)
 
-def load(config: ImageConfig) -> Splits:
+
+def load(config: ImageConfig) -> Splits[ImageSet]:
     """Read the data set that the settings name.
 
     Raises:
@@ -241,13 +259,13 @@ def check(config: ImageConfig) -> dict[str, Any]:
     assert config.data_dir is not None
     listings = list_parts(config.data_dir, SUFFIXES).values()
     paths = sorted(path for listing in listings for path in listing.paths)
-    broken = broken_files(paths, usable_cores())
+    broken = broken_files(paths, decode, usable_cores())
     for line in broken:
         print(line)
     return {"images": len(paths), "broken": len(broken), "passed": not broken}
 
 
-def _cropped(splits: Splits, size: int, seed: int) -> Splits:
+def _cropped(splits: Splits[ImageSet], size: int, seed: int) -> Splits[ImageSet]:
     """Let images of any size be read as squares: random parts to train, their middle to test.
 
     The usual recipe of Szegedy et al., Going Deeper with Convolutions, 2014, section 6: 8 to
@@ -263,7 +281,7 @@ def _cropped(splits: Splits, size: int, seed: int) -> Splits:
     )
 
 
-def _imagefolder(config: ImageConfig) -> Splits:
+def _imagefolder(config: ImageConfig) -> Splits[ImageSet]:
     """Class folders of image files; small sets are decoded once, large ones stream."""
     assert config.data_dir is not None
     listings = list_parts(config.data_dir, SUFFIXES)
@@ -276,22 +294,24 @@ def _imagefolder(config: ImageConfig) -> Splits:
         + ("kept in memory" if fits else "more than --cache-gb, so decoded each time")
     )
     if fits:
-        whole = RaggedImages(decode_all(paths, usable_cores()))
+        whole = Ragged(decode_all(paths, decode, usable_cores()))
         if _stay_as_they_are(whole, config.image_size):
             return _split(whole.stacked(), listings)
         return _cropped(_split(whole, listings), config.image_size or 224, config.seed)
-    return _cropped(_split(ImageFiles(paths), listings), config.image_size or 224, config.seed)
+    return _cropped(
+        _split(DecodedFiles(paths, decode), listings), config.image_size or 224, config.seed
+    )
 
 
-def _stay_as_they_are(images: RaggedImages, size: int | None) -> bool:
+def _stay_as_they_are(images: Ragged, size: int | None) -> bool:
     """Whether images are trained on without resizing: all of one size, asked for or small."""
-    if len(images.sizes) != 1:
+    if len(images.shapes) != 1:
         return False
-    ((_, height, width),) = images.sizes
+    ((_, height, width),) = images.shapes
     return (height, width) == (size, size) if size else max(height, width) <= SMALL
 
 
-def _split(images: Tensor | Sequence[Tensor], listings: Mapping[str, Listing]) -> Splits:
+def _split(images: Tensor | Sequence[Tensor], listings: Mapping[str, Listing]) -> Splits[ImageSet]:
     """Hand out images, which are in the order of the listings, to the parts."""
     parts, start = [], 0
     for name in PARTS:
@@ -302,7 +322,7 @@ def _split(images: Tensor | Sequence[Tensor], listings: Mapping[str, Listing]) -
     return Splits(*parts)
 
 
-def _cifar10(config: ImageConfig) -> Splits:
+def _cifar10(config: ImageConfig) -> Splits[ImageSet]:
     """The original CIFAR-10; a tenth of its training part validates."""
     from torchvision.datasets import CIFAR10
 
@@ -316,11 +336,11 @@ def _cifar10(config: ImageConfig) -> Splits:
             ) from None
         images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
         parts.append(ImageSet(images, torch.tensor(part.targets), tuple(part.classes)))
-    rest, validation = carve(parts[0].labels, CARVED)
+    rest, validation = carve(parts[0].labels)
     return Splits(parts[0].subset(rest), parts[0].subset(validation), parts[1])
 
 
-def _digits() -> Splits:
+def _digits() -> Splits[ImageSet]:
     """1,797 handwritten digits of 8×8 greys; docs/data/digits.md is their data card."""
     with files("shared.data").joinpath("digits.npz").open("rb") as file, np.load(file) as arrays:
         whole = ImageSet(
@@ -332,7 +352,7 @@ def _digits() -> Splits:
         return Splits(*(whole.subset(indices) for indices in parts))
 
 
-def _synthetic(seed: int, size: int = 32, classes: int = 10) -> Splits:
+def _synthetic(seed: int, size: int = 32, classes: int = 10) -> Splits[ImageSet]:
     """Noise of 3×32×32 with random labels: 2,048 to train, 256 each to validate and test."""
     generator = seeding.generator(seeding.SETUP, seed)
     counts = (2048, 256, 256)

@@ -16,9 +16,11 @@ from refs.vision_resnet import Config, ResNet
 from shared import seeding, trials
 from shared.data import images
 from shared.data.images import ImageBatch
+from shared.data.splits import spread
 from shared.errors import UserError
 from shared.program import run_program
 from shared.runs import Run
+from shared.training import make_optimizer
 
 GOLDEN = Path(__file__).parent / "vision_resnet_keys.json"
 CPU = torch.device("cpu")
@@ -46,6 +48,11 @@ def batch_of(size: int, channels: int = 3, side: int = 32, dtype=torch.float32) 
     pixels = torch.randn(size, channels, side, side, generator=generator, dtype=dtype)
     labels = torch.randint(10, (size,), generator=generator)
     return ImageBatch(pixels, labels, torch.arange(size))
+
+
+def preparation(part: images.ImageSet, config: Config) -> images.Preparation:
+    about = vision_resnet.describe(part, config)
+    return vision_resnet.make_preparation(about, part, config, CPU)
 
 
 def without_batch_norm(model: ResNet) -> ResNet:
@@ -89,7 +96,7 @@ def test_images_of_any_size_fit(stem, side):
 
 
 def test_a_single_value_for_batch_norm_is_refused_before_training(config):
-    part = DIGITS.train.spread(9)
+    part = spread(DIGITS.train, 9)
     with pytest.raises(UserError, match="--batch-size 4"):
         vision_resnet.check_images(part, replace(config, batch_size=4))
     with pytest.raises(UserError, match="--accumulate 3"):
@@ -172,12 +179,12 @@ def test_training_and_evaluation_run_in_the_same_precision(config):
 
     model = Recording(10, channels=1, stem="cifar", width=4)
     config = replace(config, precision="bf16")
-    part = DIGITS.val.spread(20)
+    part = spread(DIGITS.val, 20)
     batch = batch_of(4, channels=1, side=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     vision_resnet.train_step(model, optimizer, batch, config, step=0)
     loader = vision_resnet.make_loader(part, config, CPU)
-    evaluation = vision_resnet.evaluate(model, loader, 10, part.normalization(), config, CPU)
+    evaluation = vision_resnet.evaluate(model, loader, preparation(part, config), config)
     assert dtypes == [torch.bfloat16, torch.bfloat16]
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert math.isfinite(evaluation.loss)
@@ -192,9 +199,8 @@ def test_an_evaluation_does_not_depend_on_the_batch_size(config, batch_size):
     def evaluate(size: int):
         settings_of_size = replace(config, batch_size=size)
         loader = vision_resnet.make_loader(part, settings_of_size, CPU)
-        return vision_resnet.evaluate(
-            model, loader, 10, part.normalization(), settings_of_size, CPU
-        )
+        prepare = preparation(part, settings_of_size)
+        return vision_resnet.evaluate(model, loader, prepare, settings_of_size)
 
     expected, found = evaluate(64), evaluate(batch_size)
     assert found.accuracy == expected.accuracy
@@ -204,9 +210,7 @@ def test_an_evaluation_does_not_depend_on_the_batch_size(config, batch_size):
 def test_inputs_are_normalized_and_in_the_memory_format_that_was_asked_for(config):
     part = images.load(Config(data="synthetic")).train
     batch = part.__getitems__([images.SampleKey(0, i) for i in range(500)])
-    inputs = vision_resnet.prepare(
-        batch, {}, part.normalization(), replace(config, channels_last=True), CPU
-    )
+    inputs = preparation(part, replace(config, channels_last=True))(batch)
     assert inputs.images.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(inputs.images.mean((0, 2, 3)), torch.zeros(3), atol=0.02, rtol=0)
     torch.testing.assert_close(inputs.images.std((0, 2, 3)), torch.ones(3), atol=0.02, rtol=0)
@@ -214,7 +218,7 @@ def test_inputs_are_normalized_and_in_the_memory_format_that_was_asked_for(confi
 
 def test_no_decay_on_norms_and_biases(config):
     model = ResNet(10, width=4)
-    groups = vision_resnet.make_optimizer(model, config).param_groups
+    groups = make_optimizer(model, config).param_groups
     without = {id(p) for group in groups if group["weight_decay"] == 0 for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert (id(parameter) in without) == (parameter.ndim == 1), name

@@ -5,14 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from shared.data.decoding import (
-    ImageFiles,
-    RaggedImages,
-    broken_files,
-    decode,
-    decode_all,
-    decoded_bytes,
-)
+from shared.data.decoding import DecodedFiles, Ragged, broken_files, decode_all
+from shared.data.image_files import decode, decoded_bytes
 from shared.errors import UserError
 
 RED = (200, 30, 10)
@@ -107,10 +101,10 @@ def test_all_broken_files_are_named_at_once(tmp_path, processes):
     good = [save(tmp_path / f"{i}.png", Image.new("RGB", (5, 4), RED)) for i in range(70)]
     paths = sorted(good + broken(tmp_path))
     with pytest.raises(UserError) as raised:
-        decode_all(paths, processes)
+        decode_all(paths, decode, processes)
     for path in broken(tmp_path):
         assert f"{path}: " in str(raised.value)
-    assert str(raised.value) == "; ".join(broken_files(paths, processes))
+    assert str(raised.value) == "; ".join(broken_files(paths, decode, processes))
 
 
 def test_decoding_in_parallel_keeps_the_order(tmp_path):
@@ -118,10 +112,10 @@ def test_decoding_in_parallel_keeps_the_order(tmp_path):
     paths = [
         save(tmp_path / f"{i:03}.png", Image.new("L", size, i)) for i, size in enumerate(sizes)
     ]
-    images = decode_all(paths, 2)
+    images = decode_all(paths, decode, 2)
     assert [(im.shape[2], im.shape[1]) for im in images] == sizes
     assert [int(im[0, 0, 0]) for im in images] == list(range(150))
-    ragged, lazy = RaggedImages(images), ImageFiles(paths)
+    ragged, lazy = Ragged(images), DecodedFiles(paths, decode)
     assert len(ragged) == len(lazy) == 150
     for index in (0, 1, 77, 149):
         assert torch.equal(ragged[index], images[index])

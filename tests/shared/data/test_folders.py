@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.data.folders import carve, list_classes, list_parts
+from shared.data.folders import list_classes, list_parts
+from shared.data.splits import carve
 from shared.errors import UserError
 
 SUFFIXES = (".png", ".jpg")

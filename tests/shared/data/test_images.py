@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shared.data.images import ImageBatch, ImageConfig, ImageSet, Normalization, load
 from shared.data.sampling import SampleKey
+from shared.data.splits import spread
 from shared.errors import UserError
 
 CLASSES = tuple("abcdefghi")
@@ -139,8 +140,8 @@ def test_a_few_of_each_part_are_evenly_spread(digits):
         assert len(few) == min(200, len(part))
         assert len(few.labels.unique()) == 10
     by_label = ImageSet(torch.zeros(9, 1, 1, 1, dtype=torch.uint8), torch.arange(9), CLASSES)
-    assert by_label.spread(3).labels.tolist() == [0, 3, 6]
-    assert by_label.spread(99).labels.tolist() == list(range(9))
+    assert spread(by_label, 3).labels.tolist() == [0, 3, 6]
+    assert spread(by_label, 99).labels.tolist() == list(range(9))
 
 
 def test_a_label_beyond_the_classes_is_named():
