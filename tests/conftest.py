@@ -13,8 +13,10 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).parent.parent
-TINY = ("--width=8", "--epochs=2", "--device=cpu", "--threads=1", "--log-every=5")
-"""A narrow network, on one thread so that tests can share the machine: a run takes seconds."""
+TINY = ("--epochs=2", "--device=cpu", "--threads=1", "--log-every=5")
+"""On one thread, so that tests can share the machine: a run takes seconds."""
+NARROW = {"vision_resnet.py": ("--width=8",), "sequence_lstm.py": ("--hidden=8", "--batch-size=13")}
+"""A small network for each script, and batches of which an epoch has about twenty."""
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -26,7 +28,7 @@ def start(tmp_path: Path) -> Start:
 
     def start_script(script: str, *flags: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, ROOT / "refs" / script, *TINY, *flags],
+            [sys.executable, ROOT / "refs" / script, *TINY, *NARROW[script], *flags],
             cwd=tmp_path,
             env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
             stdin=subprocess.DEVNULL,

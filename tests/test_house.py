@@ -22,7 +22,6 @@ PRE_COMMIT = ".pre-commit-config.yaml"
 
 NEEDED_WITHOUT_IMPORT = {
     "tensorboard": "torch.utils.tensorboard imports it",
-    "torchaudio": "the coming audio references read and transform sound with it",
 }
 """Dependencies that no module imports by name, and why they are needed all the same."""
 

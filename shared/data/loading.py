@@ -42,6 +42,7 @@ class Loader(Generic[BatchT]):
         workers: processes that make batches ahead; 0 makes them in this process, when asked.
         pin: put batches into pinned memory, so that copies to a GPU do not block.
         weights: with which samples are drawn, with replacement; float [size].
+        lengths: int64 [size]; then samples of like length make up a batch.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Loader(Generic[BatchT]):
         workers: int = 0,
         pin: bool = False,
         weights: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> None:
         self.size = len(dataset)
         """Samples in an epoch."""
-        self._sampler = BatchSampler(self.size, batch_size, seed, shuffle, weights)
+        self._sampler = BatchSampler(self.size, batch_size, seed, shuffle, weights, lengths)
         self._loader: DataLoader[BatchT] = DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=self._sampler,
@@ -73,9 +75,13 @@ class Loader(Generic[BatchT]):
         """Batches in an epoch."""
         return len(self._sampler)
 
+    def order(self, epoch: int) -> Tensor:
+        """The samples of an epoch in order, int64 [size]."""
+        return self._sampler.order(epoch)
+
     def distinct_share(self, epoch: int) -> float:
         """Share of the set that an epoch uses: less than 1 when samples are drawn by weights."""
-        return len(self._sampler.order(epoch).unique()) / self.size
+        return len(self.order(epoch).unique()) / self.size
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[BatchT]:
         """The batches of an epoch, without its first `start` samples.

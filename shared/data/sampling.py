@@ -9,6 +9,9 @@ from torch.utils.data import Sampler
 
 from shared import seeding
 
+POOL = 32
+"""Batches among which sequences are sorted by length."""
+
 
 class SampleKey(NamedTuple):
     """What a sample and its random choices are a function of, beside the seed of the run."""
@@ -39,9 +42,52 @@ def epoch_order(size: int, seed: int, epoch: int, weights: Tensor | None = None)
     return torch.multinomial(weights, size, replacement=True, generator=generator)
 
 
+def bucketed(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+    """Rearrange an order so that batches hold sequences of like length, and come in any order.
+
+    Sequences are sorted by length within pools of `POOL` batches, not over the whole epoch: so
+    batches are other ones in every epoch. What does not fill a batch comes last, as it was.
+
+    Args:
+        order: of the samples, int64 [size], a function of (seed, epoch).
+        lengths: of every sample of the set, int64.
+        batch_size: samples in a batch.
+        seed: of the run.
+        epoch: number of it.
+    """
+    full = len(order) - len(order) % batch_size
+    if not full:
+        return order
+    pools = order[:full].split(POOL * batch_size)
+    pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
+    batches = torch.cat(pools).view(-1, batch_size)
+    generator = seeding.generator(seeding.ORDER, seed, epoch, 1)
+    shuffled = batches[torch.randperm(len(batches), generator=generator)]
+    return torch.cat([shuffled.flatten(), order[full:]])
+
+
+def padding_share(order: Tensor, lengths: Tensor, batch_size: int) -> float:
+    """Share of the steps of padded batches that are padding."""
+    batches = lengths[order].split(batch_size)
+    steps = sum(int(batch.max()) * len(batch) for batch in batches)
+    return 1 - int(lengths[order].sum()) / steps
+
+
 def balancing_weights(labels: Tensor) -> Tensor:
     """Weights with which every class is drawn equally often; float64 [N] for labels int64 [N]."""
     return 1 / labels.bincount().double()[labels]
+
+
+def smallest_micro_batch(size: int, batch_size: int, accumulate: int) -> int:
+    """Samples in the smallest micro-batch of an epoch.
+
+    Args:
+        size: of the set.
+        batch_size: samples in a batch; the last one holds what is left.
+        accumulate: micro-batches that a batch is split into, as evenly as can be.
+    """
+    batches = {min(batch_size, size), size % batch_size or batch_size}
+    return min(batch // min(accumulate, batch) for batch in batches)
 
 
 class BatchSampler(Sampler[list[SampleKey]]):
@@ -56,16 +102,24 @@ class BatchSampler(Sampler[list[SampleKey]]):
         seed: of the run.
         shuffle: False gives the order of the set.
         weights: of the samples, float [size], to draw them with replacement.
+        lengths: of the samples, int64 [size], to put those of like length into a batch.
     """
 
     def __init__(
-        self, size: int, batch_size: int, seed: int, shuffle: bool, weights: Tensor | None = None
+        self,
+        size: int,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> None:
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.weights = weights
+        self.lengths = lengths
         self.epoch = 0
         self.start = 0
         """Samples of this epoch that were already used."""
@@ -76,8 +130,15 @@ class BatchSampler(Sampler[list[SampleKey]]):
     def order(self, epoch: int) -> Tensor:
         """The samples of an epoch, int64 [size]."""
         if not self.shuffle:
-            return torch.arange(self.size)
-        return epoch_order(self.size, self.seed, epoch, self.weights)
+            return (
+                torch.arange(self.size)
+                if self.lengths is None
+                else self.lengths.argsort(stable=True)
+            )
+        order = epoch_order(self.size, self.seed, epoch, self.weights)
+        if self.lengths is None:
+            return order
+        return bucketed(order, self.lengths, self.batch_size, self.seed, epoch)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         order = self.order(self.epoch)

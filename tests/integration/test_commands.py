@@ -1,4 +1,4 @@
-"""The vision reference as a person uses it: the real command, on tiny work."""
+"""The references as a person uses them: the real commands, on tiny work."""
 
 import json
 import os
@@ -16,6 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shared import runlog
 
 SCRIPT = "vision_resnet.py"
+SEQUENCES = "sequence_lstm.py"
+both = pytest.mark.parametrize("script", [SCRIPT, SEQUENCES])
 ALL_OF_IT = ("--ema=0.9", "--accumulate=2", "--clip-norm=1", "--checkpoint-every=3")
 
 
@@ -58,10 +60,11 @@ def undisturbed(tmp_path_factory) -> dict[str, Path]:
     return {"": tmp_path_factory.mktemp("undisturbed")}
 
 
-def undisturbed_run(undisturbed, run, name: str, *flags: str) -> Path:
+def undisturbed_run(undisturbed, run, name: str, *flags: str, script: str = SCRIPT) -> Path:
+    name = f"{name} {script}"
     if name not in undisturbed:
         folder = undisturbed[""] / name
-        assert run(SCRIPT, *flags, f"--run-dir={folder}").returncode == 0
+        assert run(script, *flags, f"--run-dir={folder}").returncode == 0
         undisturbed[name] = folder
     return undisturbed[name]
 
@@ -75,8 +78,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert files(one / "checkpoints") == files(other / "checkpoints")
 
 
-def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tmp_path):
-    done = run(SCRIPT, "--run-dir=mine", "--checkpoint-every=10")
+@both
+def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tmp_path, script):
+    done = run(script, "--run-dir=mine", "--checkpoint-every=10")
     result = last_line(done)
     folder = tmp_path / "mine"
     board = [name for name in files(folder) if name.startswith("tensorboard/events")]
@@ -90,28 +94,29 @@ def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tm
         "model.safetensors",
         "checkpoints/best.pt",
         "checkpoints/step-00000030.pt",
-        "checkpoints/step-00000040.pt",
+        f"checkpoints/step-{40 if script == SCRIPT else 38:08}.pt",
     }
     assert {"test_accuracy", "test_loss", "seconds", "setup_s", "data_wait"} < result.keys()
     assert result["run_dir"] == "mine"
     assert result["samples_per_s"] > 0
     assert 0 <= result["data_wait"] < 1
     assert result["peak_memory_bytes"] > 100e6
-    assert result["steps"] == 40
+    last = {SCRIPT: 40, SEQUENCES: 38}[script]
+    assert result["steps"] == last
     steps = [event for event in events(folder) if event["event"] == "step"]
-    assert [event["step"] for event in steps] == list(range(5, 41, 5))
+    assert [event["step"] for event in steps] == list(range(5, last + 1, 5))
     assert {"loss", "lr", "grad_norm", "samples_per_s", "data_wait", "peak_rss"} < steps[0].keys()
     assert json.loads((folder / "environment.json").read_text()).keys() == {"machine", "subject"}
     scalars = EventAccumulator(str(folder / "tensorboard")).Reload()
-    assert [point.step for point in scalars.Scalars("epoch/val_loss")] == [20, 40]
+    assert [point.step for point in scalars.Scalars("epoch/val_loss")] == [last // 2, last]
 
-    again = run(SCRIPT, "--run-dir=mine")
+    again = run(script, "--run-dir=mine")
     assert last_line(again) == result, "a finished run prints its result again"
     assert "mine is finished" in again.stdout
     assert "epoch 1/" not in again.stdout, "and trains nothing"
 
-    for weights in ("model.safetensors", "checkpoints/step-00000040.pt"):
-        evaluated = last_line(run(SCRIPT, f"--evaluate=mine/{weights}"))
+    for weights in ("model.safetensors", f"checkpoints/step-{last:08}.pt"):
+        evaluated = last_line(run(script, f"--evaluate=mine/{weights}"))
         assert evaluated["test_accuracy"] == result["test_accuracy"]
         assert evaluated["test_loss"] == pytest.approx(result["test_loss"], rel=1e-6)
 
@@ -123,26 +128,27 @@ def test_the_saved_settings_fed_back_give_the_same_weights(run, tmp_path, undist
 
 
 @pytest.mark.parametrize(
-    ("name", "flags"),
+    ("name", "flags", "script"),
     [
-        ("all", ALL_OF_IT),
-        ("all", (*ALL_OF_IT, "--workers=2")),
-        ("plateau", ("--schedule=plateau", "--optimizer=adamw", "--checkpoint-every=3")),
+        ("all", ALL_OF_IT, SCRIPT),
+        ("all", (*ALL_OF_IT, "--workers=2"), SCRIPT),
+        ("plateau", ("--schedule=plateau", "--optimizer=adamw", "--checkpoint-every=3"), SCRIPT),
+        ("masks", (*ALL_OF_IT, "--time-masks=2", "--workers=2"), SEQUENCES),
     ],
-    ids=["no workers", "two workers", "plateau and adamw"],
+    ids=["no workers", "two workers", "plateau and adamw", "sequences"],
 )
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
-    run, start, tmp_path, undisturbed, name, flags
+    run, start, tmp_path, undisturbed, name, flags, script
 ):
-    whole = undisturbed_run(undisturbed, run, name, *flags)
+    whole = undisturbed_run(undisturbed, run, name, *flags, script=script)
     moments = random.Random(f"{flags}")
     for _ in range(2):
-        process = start(SCRIPT, *flags, "--run-dir=killed")
+        process = start(script, *flags, "--run-dir=killed")
         wait_for(lambda: has_logged_a_step(tmp_path / "killed"), process)
         time.sleep(moments.uniform(0, 1.5))
         process.kill()
         process.communicate()
-    last_line(run(SCRIPT, *flags, "--run-dir=killed"))
+    last_line(run(script, *flags, "--run-dir=killed"))
     assert_same_run(whole, tmp_path / "killed")
 
 
@@ -180,10 +186,15 @@ def test_a_torn_log_and_a_damaged_checkpoint_are_mended(run, start, tmp_path, un
     assert_same_run(whole, tmp_path / "torn")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_after_the_step_with_a_checkpoint(run, start, tmp_path, undisturbed, signum):
+@pytest.mark.parametrize(
+    ("signum", "script"),
+    [(signal.SIGTERM, SCRIPT), (signal.SIGINT, SCRIPT), (signal.SIGTERM, SEQUENCES)],
+)
+def test_a_signal_ends_after_the_step_with_a_checkpoint(
+    run, start, tmp_path, undisturbed, signum, script
+):
     flags = ("--ema=0.9", "--accumulate=2", "--clip-norm=1", "--checkpoint-every=0", "--workers=2")
-    process = start(SCRIPT, *flags, "--run-dir=stopped")
+    process = start(script, *flags, "--run-dir=stopped")
     wait_for(lambda: has_logged_a_step(tmp_path / "stopped"), process)
     os.kill(process.pid, signum)
     _, stderr = process.communicate(timeout=60)
@@ -191,8 +202,8 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(run, start, tmp_path, un
     assert "to continue: the same command with --run-dir stopped" in stderr
     assert "Traceback" not in stderr
     assert len(list((tmp_path / "stopped" / "checkpoints").glob("step-*.pt"))) == 1
-    last_line(run(SCRIPT, *flags, "--run-dir=stopped"))
-    whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT)
+    last_line(run(script, *flags, "--run-dir=stopped"))
+    whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT, script=script)
     weights, others = (load_file(f / "model.safetensors") for f in (whole, tmp_path / "stopped"))
     assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
 
@@ -257,14 +268,16 @@ def test_a_reader_that_goes_away_leaves_no_traceback(start):
     assert "Traceback" not in stderr
 
 
-def test_dry_run_goes_all_the_way_and_keeps_nothing(run, tmp_path):
-    done = run(SCRIPT, "--dry-run", "--run-dir=long", "--epochs=500", "--ema=0.9")
+@both
+def test_dry_run_goes_all_the_way_and_keeps_nothing(run, tmp_path, script):
+    done = run(script, "--dry-run", "--run-dir=long", "--epochs=500", "--ema=0.9")
     assert last_line(done)["passed"] is True
     assert list(tmp_path.iterdir()) == []
 
 
-def test_overfit_batch_passes_with_a_picture(run, tmp_path):
-    done = run(SCRIPT, "--overfit-batch", "--run-dir=learnt", "--batch-size=16")
+@both
+def test_overfit_batch_passes_with_a_picture(run, tmp_path, script):
+    done = run(script, "--overfit-batch", "--run-dir=learnt", "--batch-size=16")
     assert last_line(done)["passed"] is True
     assert (tmp_path / "learnt" / "curves.png").stat().st_size > 10_000
 
@@ -303,10 +316,11 @@ def test_a_misspelt_flag_gets_a_suggestion(run):
     assert "--batch-size" in done.stderr
 
 
-def test_help_explains_every_setting(run):
-    done = run(SCRIPT, "--help")
+@both
+def test_help_explains_every_setting(run, script):
+    done = run(script, "--help")
     assert done.returncode == 0
-    for text in ("--accumulate", "Micro-batches that an optimizer", "--run-dir", "--no-flip"):
+    for text in ("--accumulate", "Micro-batches that an optimizer", "--run-dir", "--no-compile"):
         assert text in done.stdout
 
 

@@ -5,7 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.data.sampling import BatchSampler, SampleKey, balancing_weights, epoch_order
+from shared.data.sampling import (
+    POOL,
+    BatchSampler,
+    SampleKey,
+    balancing_weights,
+    bucketed,
+    epoch_order,
+    padding_share,
+    smallest_micro_batch,
+)
 
 sizes = st.integers(0, 50)
 seeds = st.integers(0, 2**40)
@@ -103,3 +112,72 @@ def test_weights_draw_with_replacement_and_balance_classes():
 def test_weights_of_the_wrong_length_are_refused():
     with pytest.raises(ValueError, match="5 samples need as many weights"):
         epoch_order(5, seed=0, epoch=0, weights=torch.ones(4))
+
+
+@given(st.lists(st.integers(1, 90), max_size=60), st.integers(1, 9), seeds, epochs)
+def test_buckets_hold_every_sample_once(lengths, batch_size, seed, epoch):
+    order = epoch_order(len(lengths), seed, epoch)
+    lengths = torch.tensor(lengths, dtype=torch.int64)
+    found = bucketed(order, lengths, batch_size, seed, epoch)
+    assert sorted(found.tolist()) == list(range(len(lengths)))
+    rest = len(lengths) % batch_size
+    assert found[len(found) - rest :].tolist() == order[len(order) - rest :].tolist()
+
+
+def test_batches_of_one_pool_are_of_like_length_and_come_in_any_order():
+    lengths = torch.arange(160)
+    found = bucketed(epoch_order(160, 0, 0), lengths, 16, 0, 0).view(10, 16)
+    spans = [sorted(batch.tolist()) for batch in found]
+    assert all(span[-1] - span[0] == 15 for span in spans)
+    firsts = [span[0] for span in spans]
+    assert firsts != sorted(firsts)
+    assert sorted(firsts) == list(range(0, 160, 16))
+
+
+def test_pools_change_with_the_epoch_so_that_batches_do():
+    size = 3 * POOL * 4
+    lengths = torch.randint(1, 100, (size,), generator=torch.Generator().manual_seed(0))
+    batches = [
+        {
+            frozenset(b.tolist())
+            for b in bucketed(epoch_order(size, 0, e), lengths, 4, 0, e).split(4)
+        }
+        for e in (0, 0, 1)
+    ]
+    assert batches[0] == batches[1]
+    assert len(batches[0] & batches[2]) < size // 4 // 10
+
+
+def test_padding_is_counted_and_buckets_lessen_it():
+    # Batches of 3 + 1 and 2 + 2 steps, padded to 6 and 4.
+    assert padding_share(torch.arange(4), torch.tensor([1, 3, 2, 2]), 2) == pytest.approx(0.2)
+    lengths = torch.randint(20, 101, (2000,), generator=torch.Generator().manual_seed(0))
+    order = epoch_order(2000, 0, 0)
+    assert 0.3 < padding_share(order, lengths, 64) < 0.5
+    assert padding_share(bucketed(order, lengths, 64, 0, 0), lengths, 64) < 0.05
+
+
+@pytest.mark.parametrize("start", [0, 8, 20])
+def test_a_position_in_buckets_is_a_position_in_their_order(start):
+    lengths = torch.tensor([5, 1, 9, 3, 7, 2, 8, 4, 6, 1] * 3)
+    whole = BatchSampler(30, 4, 3, shuffle=True, lengths=lengths)
+    rest = BatchSampler(30, 4, 3, shuffle=True, lengths=lengths)
+    whole.epoch = rest.epoch = 2
+    rest.start = start
+    assert list(rest) == list(whole)[start // 4 :]
+
+
+def test_evaluation_goes_by_length():
+    lengths = torch.tensor([5, 1, 9, 3])
+    (batch,) = BatchSampler(4, 9, 0, shuffle=False, lengths=lengths)
+    assert [key.sample for key in batch] == [1, 3, 0, 2]
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 20))
+def test_the_smallest_micro_batch_is_the_smallest(size, batch_size, accumulate):
+    micros = [
+        len(micro)
+        for batch in torch.arange(size).split(batch_size)
+        for micro in batch.tensor_split(min(accumulate, len(batch)))
+    ]
+    assert smallest_micro_batch(size, batch_size, accumulate) == min(micros)

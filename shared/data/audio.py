@@ -1,0 +1,181 @@
+"""Recordings: files to waveforms of one rate, and batches of waveforms to features."""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shared.errors import UserError
+
+SUFFIXES = (".flac", ".wav")
+"""Of the files that count as recordings."""
+
+FLOOR = 1e-6
+"""Added to energies before their logarithm is taken: silence has one too."""
+
+FeatureKind = Literal["logmel", "mfcc"]
+
+
+class Header(NamedTuple):
+    """What a file says of its recording."""
+
+    samples: int
+    """For each channel."""
+    rate: int
+    """Samples a second."""
+
+
+def read_header(path: Path) -> Header:
+    """Read how long a recording is, without its samples.
+
+    Raises:
+        UserError: the file is not there, or is no recording.
+    """
+    import soundfile
+
+    try:
+        info = soundfile.info(path)
+    except soundfile.LibsndfileError as error:
+        raise UserError(f"{path}: {_reason(path, error)}") from None
+    return Header(info.frames, info.samplerate)
+
+
+def resampled_length(header: Header, rate: int) -> int:
+    """Samples that a recording has at another rate."""
+    return -(-header.samples * rate // header.rate)
+
+
+def commonest_rate(headers: Sequence[Header]) -> int:
+    """The rate that most recordings have; among equals the lower one."""
+    counts = Counter(header.rate for header in headers)
+    return min(counts, key=lambda rate: (-counts[rate], rate))
+
+
+def decode(path: Path, rate: int | None = None) -> Tensor:
+    """Read a recording as float32 [T] in [-1, 1]: channels averaged, resampled to `rate`, if any.
+
+    Raises:
+        UserError: the file is not there, is no recording, is cut off, is empty, or holds values
+            that are not finite.
+    """
+    import soundfile
+
+    header = read_header(path)
+    try:
+        samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise UserError(f"{path}: {_reason(path, error)}") from None
+    if not len(samples):
+        raise UserError(f"{path}: has no samples")
+    if len(samples) < header.samples or _is_cut_off(path):
+        raise UserError(f"{path}: is cut off")
+    waveform = torch.from_numpy(samples).mean(1)
+    if not waveform.isfinite().all():
+        index = int((~waveform.isfinite()).nonzero()[0])
+        raise UserError(f"{path}: sample {index} is {waveform[index].item()}")
+    if rate in (None, header.rate):
+        return waveform
+    from torchaudio.functional import resample
+
+    resampled: Tensor = resample(waveform, header.rate, rate)
+    return resampled
+
+
+def _reason(path: Path, error: Exception) -> str:
+    if not path.exists():
+        return "no such file"
+    if path.stat().st_size == 0:
+        return "is empty"
+    return str(error).rpartition(": ")[2].rstrip(".") or "not a recording"
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether a WAV file is shorter than it says; libsndfile reads what is there, silently."""
+    with path.open("rb") as file:
+        head = file.read(8)
+        said = 8 + int.from_bytes(head[4:], "little")
+        is_stream = said >= 8 + 0xFFFFFFFF - 8  # written by a program that could not know
+        return head[:4] == b"RIFF" and not is_stream and file.seek(0, 2) < said
+
+
+class Features(nn.Module):
+    """Spectral features of a batch of padded waveforms: those of each recording alone.
+
+    A frame is centred on every `hop`-th sample, and what lies outside the recording counts as
+    silence (`pad_mode="constant"`): so padding changes nothing, and recordings shorter than a
+    window have features too.
+
+    Args:
+        kind: `logmel`, logarithms of mel-scaled energies; or `mfcc`, their cosine transform
+            (Davis & Mermelstein, Comparison of Parametric Representations for Monosyllabic Word
+            Recognition, 1980).
+        rate: of the waveforms, samples a second.
+        window_ms: length of the analysis window, milliseconds.
+        hop_ms: between the middles of two windows, milliseconds.
+        mels: bands.
+        coefficients: of mfcc that are kept.
+
+    Raises:
+        UserError: there are more bands than the spectrum has lines for.
+    """
+
+    hann: Tensor
+    banks: Tensor
+    dct: Tensor | None
+
+    def __init__(
+        self,
+        kind: FeatureKind,
+        rate: int,
+        window_ms: float = 25.0,
+        hop_ms: float = 10.0,
+        mels: int = 40,
+        coefficients: int = 13,
+    ) -> None:
+        from torchaudio.functional import create_dct, melscale_fbanks
+
+        super().__init__()
+        self.window = max(1, round(rate * window_ms / 1000))
+        self.hop = max(1, round(rate * hop_ms / 1000))
+        """Samples between two frames."""
+        self.fft = max(2, 1 << (self.window - 1).bit_length())
+        self.size = mels if kind == "logmel" else coefficients
+        """Features of a frame."""
+        with warnings.catch_warnings():  # an empty band is an error here
+            warnings.filterwarnings("ignore", "At least one mel filterbank")
+            banks = melscale_fbanks(self.fft // 2 + 1, 0.0, rate / 2, mels, rate)
+        empty = int((banks.amax(0) == 0).sum())
+        if empty:
+            raise UserError(
+                f"--mels {mels}: {empty} of the bands are narrower than the spectrum's lines at "
+                f"{rate} samples/s and --window-ms {window_ms}"
+            )
+        dct = create_dct(coefficients, mels, "ortho") if kind == "mfcc" else None
+        self.register_buffer("hann", torch.hann_window(self.window), persistent=False)
+        self.register_buffer("banks", banks, persistent=False)
+        self.register_buffer("dct", dct, persistent=False)
+
+    def lengths(self, lengths: Tensor) -> Tensor:
+        """Frames of waveforms of these lengths, int64 [B]."""
+        return 1 + lengths // self.hop
+
+    @torch.no_grad()
+    def forward(self, waveforms: Tensor) -> Tensor:
+        """Waveforms float [B, T], padded with zeros, to features float32 [B, 1 + T / hop, size]."""
+        spectrum = torch.stft(
+            waveforms,
+            self.fft,
+            self.hop,
+            self.window,
+            self.hann,
+            center=True,
+            pad_mode="constant",
+            return_complex=True,
+        )
+        energies = spectrum.abs().square().transpose(1, 2) @ self.banks
+        features: Tensor = (energies + FLOOR).log()
+        return features if self.dct is None else features @ self.dct

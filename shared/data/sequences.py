@@ -1,0 +1,488 @@
+"""Sequence data sets: frames or waveforms of any length, and what becomes of a batch of them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from shared import seeding
+from shared.data import audio
+from shared.data.audio import FeatureKind, Features
+from shared.data.decoding import (
+    Chosen,
+    DecodedFiles,
+    Ragged,
+    broken_files,
+    decode_all,
+    usable_cores,
+)
+from shared.data.folders import Listing, list_parts, raise_all
+from shared.data.masking import Masking
+from shared.data.sampling import SampleKey
+from shared.data.splits import PARTS, Splits, spread
+from shared.devices import move
+from shared.errors import UserError
+from shared.settings import LARGEST, RunConfig
+
+LONG = 8
+"""Sequences longer than this many times the median of training are cut by default."""
+
+
+class SequenceBatch(NamedTuple):
+    """Padded sequences, float [B, T, F] frames or [B, T] samples of waveforms; the padding is 0."""
+
+    inputs: Tensor
+    lengths: Tensor
+    """Of each sequence without its padding, int64 [B], on the CPU."""
+    labels: Tensor
+    """int64 [B]."""
+    indices: Tensor
+    """Of the samples in the set, int64 [B], on the CPU."""
+
+    @property
+    def samples(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    def split(self, parts: int) -> list["SequenceBatch"]:
+        """At most `parts` micro-batches of nearly one size, each as wide as its longest."""
+        chunks = (tensor.tensor_split(min(parts, self.samples)) for tensor in self)
+        micros = (SequenceBatch(*micro) for micro in zip(*chunks, strict=True))
+        return [m._replace(inputs=m.inputs[:, : max(1, int(m.lengths.max()))]) for m in micros]
+
+
+@dataclass(frozen=True)
+class SequenceSet:
+    """Sequences with labels.
+
+    Args:
+        sequences: float32, frames [T, F] or waveforms [T]; decoded already or when asked for.
+        lengths: T of each, int64 [N].
+        labels: int64 [N].
+        classes: the name of each label.
+        rate: of waveforms, samples a second; None for frames.
+        workers: processes that make reading fast.
+
+    Raises:
+        UserError: a sequence is empty, or a label is not that of a class.
+    """
+
+    sequences: Sequence[Tensor]
+    lengths: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    rate: int | None = None
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        empty = (self.lengths < 1).nonzero()
+        if len(empty):
+            raise UserError(f"sample {int(empty[0])} is a sequence without a single step")
+        outside = ((self.labels < 0) | (self.labels >= len(self.classes))).nonzero()
+        if len(outside):
+            index = int(outside[0])
+            raise UserError(
+                f"sample {index} has the label {self.labels[index]}, "
+                f"but there are {len(self.classes)} classes"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, keys: list[SampleKey]) -> SequenceBatch:
+        indices = torch.tensor([key.sample for key in keys])
+        inputs = pad_sequence([self.sequences[key.sample] for key in keys], batch_first=True)
+        return SequenceBatch(inputs, self.lengths[indices], self.labels[indices], indices)
+
+    def wants(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """What a description of weights must say to be used on this set, otherwise as it is."""
+        if self.rate is not None:
+            return {"features": {**(about["features"] or {}), "rate": self.rate}}
+        size = self.sequences[0].shape[1]
+        return {"features": None, "model": {**about["model"], "features": size}}
+
+    def subset(self, indices: Tensor) -> Self:
+        """The samples at `indices`, int64 [n], in that order."""
+        return replace(
+            self,
+            sequences=Chosen(self.sequences, indices.tolist()),
+            lengths=self.lengths[indices],
+            labels=self.labels[indices],
+        )
+
+    def limited(self, longest: int, how: Literal["truncate", "split"]) -> Self:
+        """The set without sequences that are longer than `longest` steps.
+
+        Args:
+            longest: steps that may be.
+            how: truncate keeps the beginning; split makes samples of nearly equal pieces.
+        """
+        pieces = []
+        for index, length in enumerate(self.lengths.tolist()):
+            count = 1 if how == "truncate" else -(-length // longest)
+            kept = min(length, longest) if how == "truncate" else length
+            ends = [kept * number // count for number in range(count + 1)]
+            pieces += [Piece(index, *ends[number : number + 2]) for number in range(count)]
+        return replace(
+            self,
+            sequences=Pieces(self.sequences, pieces),
+            lengths=torch.tensor([piece.stop - piece.start for piece in pieces]),
+            labels=self.labels[torch.tensor([piece.source for piece in pieces])],
+        )
+
+
+class Piece(NamedTuple):
+    """A part of a sequence."""
+
+    source: int
+    """Index of the sequence."""
+    start: int
+    stop: int
+
+
+class Pieces(Sequence[Tensor]):
+    """Parts of the tensors of a sequence, which stays as it is."""
+
+    def __init__(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
+        self._tensors = tensors
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        piece = self._pieces[index]
+        return self._tensors[piece.source][piece.start : piece.stop]
+
+
+class Normalization(NamedTuple):
+    """Mean and standard deviation of each feature."""
+
+    mean: list[float]
+    std: list[float]
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        """Shift and scale frames [..., F] to mean 0 and standard deviation 1."""
+        mean, std = (frames.new_tensor(values) for values in self)
+        return (frames - mean) / std
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What lies between the sequences of a set and the network, for a whole batch on the device."""
+
+    features: Features | None
+    """None where a set has frames already."""
+    normalization: Normalization
+    masking: Masking
+    """Its `table` gives the rows of an epoch."""
+    device: torch.device
+
+    def __call__(
+        self, batch: SequenceBatch, rows: Mapping[str, Tensor] | None = None
+    ) -> SequenceBatch:
+        """Move a padded batch, and make normalized frames of it; padding and what is hidden are 0.
+
+        Args:
+            batch: as a set gives it.
+            rows: masks of every sample of the set; none to evaluate.
+        """
+        rows = {name: column[batch.indices] for name, column in (rows or {}).items()}
+        batch, rows = move((batch, rows), self.device)
+        inputs, lengths = batch.inputs, batch.lengths
+        if self.features is not None:
+            inputs, lengths = self.features(inputs), self.features.lengths(lengths)
+        inputs = self.normalization(inputs)
+        ends = lengths.to(inputs.device)
+        padding = torch.arange(inputs.shape[1], device=inputs.device) >= ends[:, None]
+        hidden = padding[:, :, None] | self.masking.hidden(ends, inputs.shape, rows)
+        return batch._replace(inputs=inputs.masked_fill(hidden, 0.0), lengths=lengths)
+
+
+@dataclass(frozen=True)
+class SequenceConfig(RunConfig):
+    """Which sequences to train on, and how they are read."""
+
+    data: Literal["japanese-vowels", "synthetic", "audiofolder", "speechcommands"] = (
+        "japanese-vowels"
+    )
+    """japanese-vowels ship with the package; synthetic is noise; audiofolder: your own recordings,
+    WAV or FLAC; speechcommands."""
+    data_dir: Path | None = None
+    """Folder of speechcommands or audiofolder: class folders, perhaps below train, val and test."""
+    download: bool = False
+    """Fetch speechcommands into --data-dir."""
+    cache_gb: float = 4.0
+    """Recordings that take less memory are decoded once; others each time, by workers."""
+    sample_rate: int | None = None
+    """Samples a second to which recordings are brought. Default: what most of them have."""
+    features: FeatureKind = "logmel"
+    """What recordings become: logarithms of mel energies, or their cosine transform."""
+    mels: int = 40
+    """Bands of the mel scale."""
+    coefficients: int = 13
+    """Coefficients of mfcc."""
+    window_ms: float = 25.0
+    """Length of the analysis window, in milliseconds."""
+    hop_ms: float = 10.0
+    """Between two frames, in milliseconds."""
+    max_frames: int | Literal["auto"] = "auto"
+    """Longest sequence, in frames; longer ones are cut. auto: 8 times the median of training."""
+    too_long: Literal["truncate", "split"] = "truncate"
+    """truncate: keep the beginning. split: pieces, each a sample of its own, in every part."""
+    bucket: bool = True
+    """Make batches of sequences of like length, so that there is little padding."""
+    lengths: Literal["uniform", "geometric", "constant"] = "uniform"
+    """Lengths of synthetic sequences, from --shortest to --longest. geometric: most are short.
+    constant: all are the longest."""
+    shortest: int = 20
+    """Frames of the shortest synthetic sequence."""
+    longest: int = 100
+    """Frames of the longest synthetic sequence."""
+    time_masks: int = 0
+    """Augmentation: stretches of time that are hidden."""
+    time_mask: float = 0.2
+    """Augmentation: longest of these, as a share of the sequence."""
+    feature_masks: int = 0
+    """Augmentation: bands of features that are hidden."""
+    feature_mask: float = 0.2
+    """Augmentation: widest of these, as a share of the features."""
+    check_data: bool = False
+    """Train nothing: read every file of audiofolder, and name all that are broken."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values, a line each."""
+        yield from super().problems()
+        yield from self.outside(0, math.inf, "cache_gb")
+        yield from self.outside(100, 768_000, "sample_rate")
+        yield from self.outside(1, 4096, "mels", "coefficients")
+        yield from self.outside(0.1, 10_000, "window_ms", "hop_ms")
+        yield from self.outside(1, LARGEST, "max_frames", "shortest", "longest")
+        yield from self.outside(0, 100, "time_masks", "feature_masks")
+        yield from self.outside(0, 1, "time_mask", "feature_mask")
+        if self.longest < self.shortest:
+            yield f"--longest {self.longest}: is less than --shortest {self.shortest}"
+        if self.features == "mfcc" and self.coefficients > self.mels:
+            yield f"--coefficients {self.coefficients}: there are only --mels {self.mels}"
+        is_audio = self.data in ("audiofolder", "speechcommands")
+        if is_audio and self.data_dir is None:
+            yield f"--data {self.data} needs --data-dir"
+        if self.data_dir is not None and not is_audio:
+            yield f"--data-dir {self.data_dir}: --data {self.data} has no folder"
+        if self.download and self.data != "speechcommands":
+            yield f"--download: there is nothing to fetch for --data {self.data}"
+        if self.check_data and self.data != "audiofolder":
+            yield f"--check-data: --data {self.data} has no files of yours"
+
+    def masking(self) -> Masking:
+        """What is hidden of training sequences."""
+        return Masking(self.time_masks, self.time_mask, self.feature_masks, self.feature_mask)
+
+    def like(self, about: Mapping[str, Any]) -> Self:
+        """These settings, for recordings as weights were trained on."""
+        features = about.get("features")
+        return replace(self, sample_rate=features["rate"]) if features else self
+
+    def describe_features(self, part: SequenceSet) -> dict[str, Any] | None:
+        """The arguments of `Features` for a set; None where it has frames already."""
+        if part.rate is None:
+            return None
+        return {
+            "kind": self.features,
+            "rate": part.rate,
+            "window_ms": self.window_ms,
+            "hop_ms": self.hop_ms,
+            "mels": self.mels,
+            "coefficients": self.coefficients,
+        }
+
+
+def load(config: SequenceConfig) -> Splits[SequenceSet]:
+    """Read the data set that the settings name, and cut what is too long.
+
+    Raises:
+        UserError: it is not there, or something is wrong with it; all that is, at once.
+    """
+    match config.data:
+        case "japanese-vowels":
+            splits = _japanese_vowels()
+        case "synthetic":
+            splits = _synthetic(config)
+        case "audiofolder":
+            assert config.data_dir is not None
+            splits = _recordings(list_parts(config.data_dir, audio.SUFFIXES), config)
+        case "speechcommands":
+            splits = _recordings(_speechcommands(config), config)
+    return _limited(splits, config)
+
+
+def check(config: SequenceConfig) -> dict[str, Any]:
+    """Read every file of a folder of recordings, and print a line for each that is broken."""
+    assert config.data_dir is not None
+    listings = list_parts(config.data_dir, audio.SUFFIXES).values()
+    paths = sorted(path for listing in listings for path in listing.paths)
+    decode = partial(audio.decode, rate=config.sample_rate)
+    broken = broken_files(paths, decode, usable_cores())
+    for line in broken:
+        print(line)
+    return {"recordings": len(paths), "broken": len(broken), "passed": not broken}
+
+
+def measure_normalization(
+    part: SequenceSet, features: Features | None, samples: int = 2000
+) -> Normalization:
+    """The statistics of the features of a set, or of `samples` spread over it; of real frames only.
+
+    A feature that never changes is shifted, and not scaled.
+    """
+    count, total, squares = 0, torch.zeros(()), torch.zeros(())
+    for frames in spread(part, samples).sequences:
+        frames = frames[None]
+        frames = (frames if features is None else features(frames))[0].double()
+        count += len(frames)
+        total, squares = total + frames.sum(0), squares + frames.square().sum(0)
+    mean = total / count
+    std = (squares / count - mean.square()).clamp(min=0).sqrt()
+    return Normalization(mean.tolist(), [value or 1.0 for value in std.tolist()])
+
+
+def _limited(splits: Splits[SequenceSet], config: SequenceConfig) -> Splits[SequenceSet]:
+    """Cut what is too long, and say so."""
+    median = splits.train.lengths.double().median().item()
+    if config.max_frames == "auto":
+        longest = math.ceil(LONG * median)
+    else:
+        hop = 1 if splits.train.rate is None else round(splits.train.rate * config.hop_ms / 1000)
+        longest = config.max_frames * max(1, hop)
+    limited = []
+    for name, part in zip(PARTS, splits, strict=True):
+        too_long = int((part.lengths > longest).sum())
+        if too_long:
+            part = part.limited(longest, config.too_long)
+            print(
+                f"{too_long} sequences of {name} are longer than {longest} steps: "
+                + ("truncated" if config.too_long == "truncate" else f"{len(part)} samples now")
+            )
+        limited.append(part)
+    return Splits(*limited)
+
+
+def _recordings(listings: Mapping[str, Listing], config: SequenceConfig) -> Splits[SequenceSet]:
+    """Files of recordings; small sets are decoded once, large ones stream."""
+    paths = [path for name in PARTS for path in listings[name].paths]
+    headers = _read_headers(paths)
+    rate = config.sample_rate or audio.commonest_rate(headers)
+    lengths = [audio.resampled_length(header, rate) for header in headers]
+    others = sum(header.rate != rate for header in headers)
+    gigabytes = 4 * sum(lengths) / 1e9
+    fits = gigabytes <= config.cache_gb
+    print(
+        f"{config.data_dir}: {len(paths):,} recordings of {len(listings['train'].classes)} "
+        f"classes, {sum(lengths) / rate / 60:,.1f} minutes at {rate:,} samples/s"
+        + (f", to which {others:,} are brought" if others else "")
+        + f", {gigabytes:.2f} GB: "
+        + ("kept in memory" if fits else "more than --cache-gb, so decoded each time")
+    )
+    decode = partial(audio.decode, rate=rate)
+    recordings: Sequence[Tensor] = DecodedFiles(paths, decode)
+    if fits:
+        recordings = Ragged(decode_all(paths, decode, usable_cores()))
+        lengths = [len(recording) for recording in recordings]
+    parts, start = [], 0
+    for name in PARTS:
+        listing = listings[name]
+        own = range(start, start := start + len(listing.paths))
+        parts.append(
+            SequenceSet(
+                Chosen(recordings, own),
+                torch.tensor([lengths[index] for index in own]),
+                listing.labels,
+                listing.classes,
+                rate,
+                workers=0 if fits else usable_cores(),
+            )
+        )
+    return Splits(*parts)
+
+
+def _read_headers(paths: Sequence[Path]) -> list[audio.Header]:
+    headers, problems = [], []
+    for path in paths:
+        try:
+            headers.append(audio.read_header(path))
+        except UserError as error:
+            problems.append(str(error))
+    raise_all(problems)
+    return headers
+
+
+def _speechcommands(config: SequenceConfig) -> dict[str, Listing]:
+    """Speech Commands (Warden, 2018, https://arxiv.org/abs/1804.03209), with its own split."""
+    from torchaudio.datasets import SPEECHCOMMANDS
+
+    root, folder, fetch = Path(str(config.data_dir)), "SpeechCommands", config.download
+    files_of: dict[str, list[Path]] = {}
+    for name, subset in zip(PARTS, ("training", "validation", "testing"), strict=True):
+        try:
+            if fetch:
+                root.mkdir(parents=True, exist_ok=True)
+            part = SPEECHCOMMANDS(root, folder_in_archive=folder, download=fetch, subset=subset)
+        except (RuntimeError, OSError):
+            raise UserError(
+                f"--data-dir {root}: Speech Commands is not there; --download fetches it"
+            ) from None
+        names = (part.get_metadata(index)[0] for index in range(len(part)))
+        files_of[name] = [root / folder / path for path in names]
+    classes = tuple(sorted({path.parent.name for path in files_of["train"]}))
+    return {
+        name: Listing(paths, torch.tensor([classes.index(p.parent.name) for p in paths]), classes)
+        for name, paths in files_of.items()
+    }
+
+
+def _japanese_vowels() -> Splits[SequenceSet]:
+    """640 utterances of two vowels; docs/data/japanese-vowels.md is their data card."""
+    file = files("shared.data").joinpath("japanese-vowels.npz")
+    with file.open("rb") as opened, np.load(opened) as arrays:
+        lengths = torch.from_numpy(arrays["lengths"]).long()
+        frames = torch.from_numpy(arrays["frames"]).split(lengths.tolist())
+        labels = torch.from_numpy(arrays["labels"]).long()
+        classes = tuple(f"speaker {number}" for number in range(1, 10))
+        whole = SequenceSet(frames, lengths, labels, classes)
+        parts = (torch.from_numpy(arrays[part]).long() for part in PARTS)
+        return Splits(*(whole.subset(indices) for indices in parts))
+
+
+def _synthetic(
+    config: SequenceConfig, features: int = 40, classes: int = 10
+) -> Splits[SequenceSet]:
+    """Noise with random labels: 2,048 sequences to train, 256 each to validate and test."""
+    generator = seeding.generator(seeding.SETUP, config.seed)
+    parts = []
+    for count in (2048, 256, 256):
+        lengths = _draw_lengths(count, config, generator)
+        frames = torch.randn(int(lengths.sum()), features, generator=generator)
+        labels = torch.randint(classes, (count,), generator=generator)
+        names = tuple(str(label) for label in range(classes))
+        parts.append(SequenceSet(frames.split(lengths.tolist()), lengths, labels, names))
+    return Splits(*parts)
+
+
+def _draw_lengths(count: int, config: SequenceConfig, generator: torch.Generator) -> Tensor:
+    """Lengths of synthetic sequences, int64 [count]."""
+    if config.lengths == "constant":
+        return torch.full((count,), config.longest)
+    draws = torch.rand(count, generator=generator, dtype=torch.float64)
+    if config.lengths == "geometric":  # uniform in its logarithm
+        steps = config.shortest * (config.longest / config.shortest) ** draws
+    else:
+        steps = config.shortest + draws * (config.longest + 1 - config.shortest)
+    return steps.long().clamp(config.shortest, config.longest)
