@@ -109,8 +109,13 @@ def _mapped(
     if processes == 1:
         yield from map(work, chunks)
         return
-    with ProcessPoolExecutor(processes) as pool:
+    # With more threads, what a process of several threads has forked may wait for them for ever.
+    with ProcessPoolExecutor(processes, initializer=_use_one_thread) as pool:
         yield from pool.map(work, chunks)
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def _decode_chunk(

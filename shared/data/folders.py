@@ -1,6 +1,7 @@
 """Data sets that are folders on a disk: a folder for each class, with or without parts above."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,6 +96,24 @@ def list_classes(
         problems.append(f"{folder}: has no {' '.join(suffixes)} files")
     raise_all(problems)
     return Listing(paths, torch.tensor(labels), known)
+
+
+@contextmanager
+def published(name: str, folder: Path | None, download: bool) -> Iterator[None]:
+    """Around the code of others that looks for a published data set, or fetches it.
+
+    Raises:
+        UserError: it raised an error, which says that the set is not there or cannot be had.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if download:
+            reason = " ".join(str(error).split())
+            raise UserError(f"--download: {name} into {folder}: {reason}") from None
+        raise UserError(
+            f"--data-dir {folder}: {name} is not there, or not all of it; --download fetches it"
+        ) from None
 
 
 def raise_all(problems: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from shared.data.decoding import (
     decode_all,
     usable_cores,
 )
-from shared.data.folders import Listing, list_parts
+from shared.data.folders import Listing, list_parts, published
 from shared.data.image_files import SUFFIXES, decode, decoded_bytes
 from shared.data.loading import seed_sample
 from shared.data.sampling import SampleKey
@@ -328,12 +328,8 @@ def _cifar10(config: ImageConfig) -> Splits[ImageSet]:
 
     parts = []
     for train in (True, False):
-        try:
+        with published("CIFAR-10", config.data_dir, config.download):
             part = CIFAR10(str(config.data_dir), train=train, download=config.download)
-        except RuntimeError:
-            raise UserError(
-                f"--data-dir {config.data_dir}: CIFAR-10 is not there; --download fetches it"
-            ) from None
         images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
         parts.append(ImageSet(images, torch.tensor(part.targets), tuple(part.classes)))
     rest, validation = carve(parts[0].labels)

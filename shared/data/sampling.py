@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 
 from shared import seeding
 
-POOL = 32
+POOL = 64
 """Batches among which sequences are sorted by length."""
 
 
@@ -46,7 +46,8 @@ def bucketed(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: 
     """Rearrange an order so that batches hold sequences of like length, and come in any order.
 
     Sequences are sorted by length within pools of `POOL` batches, not over the whole epoch: so
-    batches are other ones in every epoch. What does not fill a batch comes last, as it was.
+    batches are other ones in every epoch. The one that is not full comes last; it too holds
+    sequences of like length, of any.
 
     Args:
         order: of the samples, int64 [size], a function of (seed, epoch).
@@ -55,15 +56,16 @@ def bucketed(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: 
         seed: of the run.
         epoch: number of it.
     """
-    full = len(order) - len(order) % batch_size
-    if not full:
-        return order
-    pools = order[:full].split(POOL * batch_size)
-    pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
-    batches = torch.cat(pools).view(-1, batch_size)
     generator = seeding.generator(seeding.ORDER, seed, epoch, 1)
+    pools = order.split(POOL * batch_size)
+    pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
+    rest = len(order) % batch_size
+    whole = len(pools[-1]) // batch_size  # batches of the last pool, the only one with a rest
+    start = batch_size * int(torch.randint(whole + 1, (), generator=generator))
+    before, last, after = pools[-1].tensor_split([start, start + rest])
+    batches = torch.cat([*pools[:-1], before, after]).view(-1, batch_size)
     shuffled = batches[torch.randperm(len(batches), generator=generator)]
-    return torch.cat([shuffled.flatten(), order[full:]])
+    return torch.cat([shuffled.flatten(), last])
 
 
 def padding_share(order: Tensor, lengths: Tensor, batch_size: int) -> float:

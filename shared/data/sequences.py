@@ -24,7 +24,7 @@ from shared.data.decoding import (
     decode_all,
     usable_cores,
 )
-from shared.data.folders import Listing, list_parts, raise_all
+from shared.data.folders import Listing, list_parts, published, raise_all
 from shared.data.masking import Masking
 from shared.data.sampling import SampleKey
 from shared.data.splits import PARTS, Splits, spread
@@ -431,14 +431,10 @@ def _speechcommands(config: SequenceConfig) -> dict[str, Listing]:
     root, folder, fetch = Path(str(config.data_dir)), "SpeechCommands", config.download
     files_of: dict[str, list[Path]] = {}
     for name, subset in zip(PARTS, ("training", "validation", "testing"), strict=True):
-        try:
+        with published("Speech Commands", root, fetch):
             if fetch:
                 root.mkdir(parents=True, exist_ok=True)
             part = SPEECHCOMMANDS(root, folder_in_archive=folder, download=fetch, subset=subset)
-        except (RuntimeError, OSError):
-            raise UserError(
-                f"--data-dir {root}: Speech Commands is not there; --download fetches it"
-            ) from None
         names = (part.get_metadata(index)[0] for index in range(len(part)))
         files_of[name] = [root / folder / path for path in names]
     classes = tuple(sorted({path.parent.name for path in files_of["train"]}))

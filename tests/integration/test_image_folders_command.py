@@ -52,6 +52,26 @@ def test_small_images_of_one_size_are_learnt_as_they_are(run, tmp_path):
     assert test["confusion"] == [[3, 0], [0, 3]]
 
 
+def test_processes_may_be_started_anew_instead_of_forked(run, tmp_path):
+    """As on macOS and Windows, and by Python 3.14: whatever a worker needs can be sent to it."""
+    fill(tmp_path / "pictures", different=True)
+    flags = (*FOLDER, "--image-size=32", "--epochs=1", "--run-dir=mine", "--workers=1")
+    expected = last_line(run(SCRIPT, *flags))
+    program = (
+        "import multiprocessing, sys\n"
+        "from refs.vision_resnet import Config, main\n"
+        "from shared.program import run_program\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method('spawn')\n"
+        "    sys.exit(run_program(main, Config, '', sys.argv[1:]))\n"
+    )
+    (tmp_path / "spawning.py").write_text(program)
+    tiny = ("--width=8", "--device=cpu", "--threads=1")
+    command = [sys.executable, "spawning.py", *tiny, *flags, "--run-dir=spawned"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert last_line(done)["test_loss"] == expected["test_loss"]
+
+
 @pytest.mark.parametrize("kept", [("--cache-gb=4",), ("--cache-gb=0", "--workers=1")])
 def test_images_of_any_size_are_cropped_to_one(run, tmp_path, kept):
     fill(tmp_path / "pictures", different=True)

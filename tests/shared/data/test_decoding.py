@@ -122,6 +122,23 @@ def test_decoding_in_parallel_keeps_the_order(tmp_path):
         assert torch.equal(lazy[index], images[index])
 
 
+def decode_with_threads(path):
+    return torch.ones(1_000_000).sum()[None]
+
+
+@pytest.mark.timeout(60)
+def test_files_are_decoded_when_this_process_has_used_threads(tmp_path):
+    """A child that was forked has none of its parent's threads, and would wait for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        decode_with_threads(tmp_path)
+        tensors = decode_all([tmp_path] * 3, decode_with_threads, 2)
+    finally:
+        torch.set_num_threads(before)
+    assert [tensor.item() for tensor in tensors] == [1e6] * 3
+
+
 def test_memory_is_estimated_from_headers(tmp_path):
     paths = [save(tmp_path / f"{i}.png", Image.new("L", (10, 20))) for i in range(4)]
     assert decoded_bytes(paths) == 4 * 3 * 200

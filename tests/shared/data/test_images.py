@@ -2,7 +2,12 @@
 
 import hashlib
 import itertools
+import pickle
+import tarfile
+import threading
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchvision.datasets import CIFAR10
 
 from shared.data.images import ImageBatch, ImageConfig, ImageSet, Normalization, load
 from shared.data.sampling import SampleKey
@@ -211,3 +217,63 @@ def test_normalizing_keeps_type_and_memory_format():
 def test_the_statistics_can_be_stored_as_json_numbers():
     mean, std = random_set().normalization()
     assert {type(value) for value in (*mean, *std)} == {float}
+
+
+# ----------------------------------------------------------------------------------------- cifar10
+
+
+def make_cifar10(folder: Path, monkeypatch) -> Path:
+    """A small archive in the format of the original, and torchvision told of its checksums."""
+    source = folder / "source" / CIFAR10.base_folder
+    source.mkdir(parents=True)
+    noise = np.random.default_rng(0)
+    names = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
+    for name in names:
+        data = noise.integers(0, 256, (20, 3072), np.uint8)
+        entry = {"data": data, "labels": [number % 10 for number in range(20)]}
+        (source / name).write_bytes(pickle.dumps(entry))
+    meta = {"label_names": [f"class {number}" for number in range(10)]}
+    (source / "batches.meta").write_bytes(pickle.dumps(meta))
+    sums = {p.name: hashlib.md5(p.read_bytes()).hexdigest() for p in source.iterdir()}
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, sums[name]] for name in names[:5]])
+    monkeypatch.setattr(CIFAR10, "test_list", [[names[5], sums[names[5]]]])
+    of_meta = {**CIFAR10.meta, "md5": sums["batches.meta"]}
+    monkeypatch.setattr(CIFAR10, "meta", of_meta)
+    archive = folder / CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(source, CIFAR10.base_folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    return source
+
+
+def test_cifar10_is_read_from_a_folder_that_holds_it(tmp_path, monkeypatch):
+    source = make_cifar10(tmp_path, monkeypatch)
+    parts = load(ImageConfig(data="cifar10", data_dir=source.parent))
+    assert [len(part) for part in parts] == [90, 10, 20]
+    assert parts.val.labels.bincount().tolist() == [1] * 10
+    first = pickle.loads((source / "test_batch").read_bytes())["data"][0]
+    assert torch.equal(parts.test.images[0], torch.from_numpy(first).view(3, 32, 32))
+    assert parts.train.classes[3] == "class 3"
+    (source / "data_batch_2").write_bytes(b"damaged")
+    with pytest.raises(
+        UserError, match=r"CIFAR-10 is not there, or not all of it; --download fetches it"
+    ):
+        load(ImageConfig(data="cifar10", data_dir=source.parent))
+
+
+def test_cifar10_is_downloaded(tmp_path, monkeypatch):
+    make_cifar10(tmp_path, monkeypatch)
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}"
+        monkeypatch.setattr(CIFAR10, "url", url)
+        config = ImageConfig(data="cifar10", data_dir=tmp_path / "new", download=True)
+        assert len(load(config).train) == 90
+        server.shutdown()
+    with pytest.raises(UserError, match=r"--download: .*refused"):  # nobody listens any more
+        load(replace(config, data_dir=tmp_path / "other"))
