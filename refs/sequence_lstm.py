@@ -235,12 +235,12 @@ def train_step(
         step: number of the step, which dropout and the like depend on.
     """
     optimizer.zero_grad()
-    loss_sum = torch.zeros((), device=batch.inputs.device)
-    correct = torch.zeros((), device=batch.inputs.device, dtype=torch.int64)
+    loss_sum = torch.zeros((), device=batch.sequences.device)
+    correct = torch.zeros((), device=batch.sequences.device, dtype=torch.int64)
     for micro_step, micro in enumerate(batch.split(config.accumulate)):
         seed_step(config.seed, step, micro_step)
-        with autocast(config.precision, batch.inputs.device):
-            logits = model(micro.inputs, micro.lengths)
+        with autocast(config.precision, batch.sequences.device):
+            logits = model(micro.sequences, micro.lengths)
             loss = F.cross_entropy(
                 logits, micro.labels, reduction="sum", label_smoothing=config.label_smoothing
             )
@@ -277,7 +277,7 @@ def evaluate(
     for batch in loader.epoch():
         inputs = prepare(batch)
         with autocast(config.precision, prepare.device):
-            logits = model(inputs.inputs, inputs.lengths)
+            logits = model(inputs.sequences, inputs.lengths)
             loss = F.cross_entropy(logits, inputs.labels, reduction="sum")
         tally.add(loss, logits, inputs.labels)
     return tally.evaluation()

@@ -39,7 +39,7 @@ LONG = 8
 class SequenceBatch(NamedTuple):
     """Padded sequences, float [B, T, F] frames or [B, T] samples of waveforms; the padding is 0."""
 
-    inputs: Tensor
+    sequences: Tensor
     lengths: Tensor
     """Of each sequence without its padding, int64 [B], on the CPU."""
     labels: Tensor
@@ -56,7 +56,7 @@ class SequenceBatch(NamedTuple):
         """At most `parts` micro-batches of nearly one size, each as wide as its longest."""
         chunks = (tensor.tensor_split(min(parts, self.samples)) for tensor in self)
         micros = (SequenceBatch(*micro) for micro in zip(*chunks, strict=True))
-        return [m._replace(inputs=m.inputs[:, : max(1, int(m.lengths.max()))]) for m in micros]
+        return [m._replace(sequences=m.sequences[:, : max(1, int(m.lengths.max()))]) for m in micros]
 
 
 @dataclass(frozen=True)
@@ -197,14 +197,14 @@ class Preparation:
         """
         rows = {name: column[batch.indices] for name, column in (rows or {}).items()}
         batch, rows = move((batch, rows), self.device)
-        inputs, lengths = batch.inputs, batch.lengths
+        inputs, lengths = batch.sequences, batch.lengths
         if self.features is not None:
             inputs, lengths = self.features(inputs), self.features.lengths(lengths)
         inputs = self.normalization(inputs)
         ends = lengths.to(inputs.device)
         padding = torch.arange(inputs.shape[1], device=inputs.device) >= ends[:, None]
         hidden = padding[:, :, None] | self.masking.hidden(ends, inputs.shape, rows)
-        return batch._replace(inputs=inputs.masked_fill(hidden, 0.0), lengths=lengths)
+        return batch._replace(sequences=inputs.masked_fill(hidden, 0.0), lengths=lengths)
 
 
 @dataclass(frozen=True)
