@@ -56,7 +56,9 @@ class SequenceBatch(NamedTuple):
         """At most `parts` micro-batches of nearly one size, each as wide as its longest."""
         chunks = (tensor.tensor_split(min(parts, self.samples)) for tensor in self)
         micros = (SequenceBatch(*micro) for micro in zip(*chunks, strict=True))
-        return [m._replace(sequences=m.sequences[:, : max(1, int(m.lengths.max()))]) for m in micros]
+        return [
+            m._replace(sequences=m.sequences[:, : max(1, int(m.lengths.max()))]) for m in micros
+        ]
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def test_dry_run_goes_all_the_way_and_keeps_nothing(run, tmp_path, script):
 
 @both
 def test_overfit_batch_passes_with_a_picture(run, tmp_path, script):
-    done = run(script, "--overfit-batch", "--run-dir=learnt", "--batch-size=16")
+    done = run(script, "--overfit-batch", "--run-dir=learnt", "--batch-size=16", "--lr=0.05")
     assert last_line(done)["passed"] is True
     assert (tmp_path / "learnt" / "curves.png").stat().st_size > 10_000
 
@@ -344,17 +344,22 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(run, tmp_path):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("chain", range(20))
-def test_five_kills_at_any_moment_change_no_weight(run, start, tmp_path, undisturbed, chain):
+@pytest.mark.parametrize(
+    ("chain", "script"),
+    [*((chain, SCRIPT) for chain in range(20)), *((chain, SEQUENCES) for chain in range(6))],
+)
+def test_five_kills_at_any_moment_change_no_weight(
+    run, start, tmp_path, undisturbed, chain, script
+):
     flags = (*ALL_OF_IT, f"--workers={2 * (chain % 2)}", "--epochs=4")
-    whole = undisturbed_run(undisturbed, run, f"stress {chain % 2}", *flags)
+    whole = undisturbed_run(undisturbed, run, f"stress {chain % 2}", *flags, script=script)
     moments = random.Random(chain)
     for _ in range(5):
-        process = start(SCRIPT, *flags, "--run-dir=killed")
+        process = start(script, *flags, "--run-dir=killed")
         if moments.random() < 0.5:
             wait_for(lambda: any((tmp_path / "killed").rglob("*.pt*")), process)
         time.sleep(moments.uniform(0, 4))
         process.kill()
         process.communicate()
-    last_line(run(SCRIPT, *flags, "--run-dir=killed"))
+    last_line(run(script, *flags, "--run-dir=killed"))
     assert_same_run(whole, tmp_path / "killed")

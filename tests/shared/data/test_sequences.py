@@ -127,7 +127,9 @@ def test_micro_batches_are_as_wide_as_their_longest(lengths, parts):
     for micro in micros:
         assert micro.sequences.shape[1] == micro.lengths.max()
         for row, index in enumerate(micro.indices.tolist()):
-            assert torch.equal(micro.sequences[row], batch.sequences[index, : micro.sequences.shape[1]])
+            assert torch.equal(
+                micro.sequences[row], batch.sequences[index, : micro.sequences.shape[1]]
+            )
 
 
 def test_an_empty_sequence_and_a_strange_label_are_named():
