@@ -95,6 +95,13 @@ class RunConfig:
                 bounds += " and finite" if value == math.inf else ""
                 yield f"{flag(name)} must be {bounds}, got {value}"
 
+    def ignored(self, why: str, *names: str) -> Iterator[str]:
+        """A line for each of these settings that is not at its default: it would do nothing."""
+        for name in names:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                yield f"{flag(name)} {value}: {why}"
+
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 

@@ -60,10 +60,10 @@ class TrainingConfig(RunConfig):
             yield "--ema must be less than 1: nothing would ever be averaged"
         if self.accumulate > self.batch_size:
             yield f"--accumulate {self.accumulate}: a batch has only {self.batch_size} samples"
-        if self.optimizer != "sgd" and self.momentum != type(self).momentum:
-            yield f"--momentum {self.momentum}: --optimizer {self.optimizer} has none"
-        if self.schedule != "cosine" and self.warmup_epochs != type(self).warmup_epochs:
-            yield f"--warmup-epochs {self.warmup_epochs}: --schedule {self.schedule} has none"
+        if self.optimizer != "sgd":
+            yield from self.ignored(f"--optimizer {self.optimizer} has none", "momentum")
+        if self.schedule != "cosine":
+            yield from self.ignored(f"--schedule {self.schedule} has none", "warmup_epochs")
 
 
 class Learner:

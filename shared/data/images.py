@@ -220,8 +220,10 @@ class ImageConfig(RunConfig):
         has_folder = self.data in ("cifar10", "imagefolder")
         if has_folder and self.data_dir is None:
             yield f"--data {self.data} needs --data-dir"
-        if self.data_dir is not None and not has_folder:
-            yield f"--data-dir {self.data_dir}: --data {self.data} has no folder"
+        if not has_folder:
+            yield from self.ignored(f"--data {self.data} has no folder", "data_dir")
+        if self.data != "imagefolder":
+            yield from self.ignored(f"--data {self.data} has no files to decode", "cache_gb")
         if self.download and self.data != "cifar10":
             yield f"--download: there is nothing to fetch for --data {self.data}"
         if self.check_data and self.data != "imagefolder":

@@ -277,8 +277,19 @@ class SequenceConfig(RunConfig):
         is_audio = self.data in ("audiofolder", "speechcommands")
         if is_audio and self.data_dir is None:
             yield f"--data {self.data} needs --data-dir"
-        if self.data_dir is not None and not is_audio:
-            yield f"--data-dir {self.data_dir}: --data {self.data} has no folder"
+        if not is_audio:
+            yield from self.ignored(f"--data {self.data} has no folder", "data_dir")
+            of_audio = ("sample_rate", "features", "mels", "coefficients", "window_ms", "hop_ms")
+            yield from self.ignored(f"--data {self.data} has no recordings", *of_audio, "cache_gb")
+        elif self.features != "mfcc":
+            yield from self.ignored(f"--features {self.features} has none", "coefficients")
+        if self.data != "synthetic":
+            lengths = ("lengths", "shortest", "longest")
+            yield from self.ignored(f"--data {self.data} has its own lengths", *lengths)
+        if not self.time_masks:
+            yield from self.ignored("there are no --time-masks", "time_mask")
+        if not self.feature_masks:
+            yield from self.ignored("there are no --feature-masks", "feature_mask")
         if self.download and self.data != "speechcommands":
             yield f"--download: there is nothing to fetch for --data {self.data}"
         if self.check_data and self.data != "audiofolder":

@@ -388,6 +388,7 @@ def test_weights_bring_their_network_and_are_refused_for_other_data(config):
         (("--crop-padding=-1",), "--crop-padding must be"),
         (("--optimizer=adamw", "--momentum=0.8"), "--momentum 0.8"),
         (("--schedule=step", "--warmup-epochs=2"), "--warmup-epochs 2.0"),
+        (("--cache-gb=1",), "--cache-gb 1.0: --data digits has no files to decode"),
         (("--dry-run", "--overfit-batch"), "--dry-run and --overfit-batch exclude each other"),
         (("--device=gpu",), "--device gpu"),
         (("--device=cuda:99",), "--device cuda:99"),

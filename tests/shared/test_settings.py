@@ -305,3 +305,8 @@ def test_what_is_written_is_read_back(config):
         file = Path(folder) / "settings.toml"
         write_file(file, config)
         assert as_dict(read("--config", file)) == as_dict(config)
+
+
+def test_settings_that_would_do_nothing_are_named_where_they_were_changed():
+    config = RunConfig(seed=3)
+    assert list(config.ignored("no chance", "seed", "epochs")) == ["--seed 3: no chance"]
