@@ -109,7 +109,7 @@ def run_packed(
 
     Args:
         lstm: with `batch_first`.
-        inputs: [B, T, F]; what is beyond the length of a sequence is not looked at.
+        inputs: [B, T, F] with T ≥ 1; what is beyond the length of a sequence is not looked at.
         lengths: int64 [B], on the CPU. A sequence of length 0 keeps its first state.
         state: the first one, or zeros.
 
@@ -145,7 +145,9 @@ def run_masked(
     reverse = torch.where(padding, positions, ends - 1 - positions)
     # Padding is to leave the cell as it is: an input that is 1 there shuts the input gate and opens
     # the forget gate. (The hidden state is read off the outputs.)
-    shut = 1e4 * inputs.new_tensor([-1.0, 1.0, 0.0, 0.0]).repeat_interleave(lstm.hidden_size)
+    gate = inputs.new_full((lstm.hidden_size,), 1e4)
+    shut = torch.cat([-gate, gate, 0 * gate, 0 * gate])
+    inputs = inputs.masked_fill(padding[:, :, None], 0.0)
     inputs = torch.cat([inputs, padding[:, :, None].to(inputs.dtype)], 2)
     outputs, hiddens, cells = [], [], []
     for direction in range(1 + lstm.bidirectional):
@@ -181,8 +183,8 @@ def _take(steps: Tensor, positions: Tensor) -> Tensor:
 class SequenceLSTM(nn.Module):
     """LSTMs on top of each other, and a classifier.
 
-    Each is an `nn.LSTM` of one layer, with dropout between them on the padded tensor: `nn.LSTM`
-    with several layers draws it over packed rows, so that it would depend on the packing.
+    Each is an `nn.LSTM` of one layer, with dropout after it on the padded tensor: `nn.LSTM` with
+    several layers draws it over packed rows, so that it would depend on the packing.
     """
 
     def __init__(
@@ -316,6 +318,8 @@ def describe(part: SequenceSet, config: Config) -> dict[str, Any]:
         },
         "classes": list(part.classes),
         "features": settings,
+        "max_frames": part.max_frames,
+        "too_long": config.too_long,
         "normalization": normalization._asdict(),
     }
 
@@ -359,10 +363,9 @@ def train(config: Config) -> dict[str, Any]:
         learner = Learner(model, config, len(train_loader))
         run.begin(learner, about)
         padding = padding_share(train_loader.order(0), splits.train.lengths, config.batch_size)
-        run.log.say(
-            f"LSTMs {model.run_lstm.__name__} in {lstm_dtype(model, config, run.device)}; "
-            f"{padding:.1%} of the steps of batches are padding"
-        )
+        how, dtype = model.run_lstm.__name__, str(lstm_dtype(model, config, run.device))
+        run.log.event("sequences", run.progress.step, how=how, dtype=dtype, padding=padding)
+        run.log.say(f"LSTMs {how} in {dtype}; {padding:.1%} of the steps of batches are padding")
 
         while run.progress.epoch < config.epochs:
             train_one_epoch(learner, train_loader, prepare, config, run)

@@ -355,7 +355,28 @@ class Run:
             raise UserError(f"--resume never: {self.source} is of a run that was begun before")
         if not {"progress", "log_position", "config", "threads", "about"} <= saved.keys():
             raise UserError(f"{self.source}: holds weights alone, so no run can continue from it")
+        self._check_position(saved)
         return saved
+
+    def _check_position(self, saved: Mapping[str, Any]) -> None:
+        """Refuse another order in the midst of an epoch, where a position would mean other samples.
+
+        Raises:
+            UserError: batches are buckets of another size, or have become or ceased to be buckets.
+        """
+        now = settings.as_dict(self.config)
+        if not saved["progress"]["samples"] or True not in (
+            now.get("bucket"),
+            saved["config"].get("bucket"),
+        ):
+            return
+        for name in ("bucket", "batch_size"):
+            then = saved["config"].get(name)
+            if then != now[name]:
+                raise UserError(
+                    f"{settings.flag(name)} {now[name]}: {self.source} was written in the midst of "
+                    f"an epoch whose order was made for {then}; it can change where an epoch ends"
+                )
 
     def _tell_another_stream(self, saved: Mapping[str, Any]) -> None:
         """Warn of settings with which what comes now is not what would have come."""

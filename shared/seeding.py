@@ -12,7 +12,7 @@ import random
 import numpy as np
 import torch
 
-ORDER, AUGMENTATION, SAMPLE, STEP, SETUP, SPLIT = range(6)
+ORDER, AUGMENTATION, SAMPLE, STEP, SETUP, SPLIT, BUCKETS = range(7)
 """Streams: the first part of a key, so that equal numbers in two uses give unrelated draws."""
 
 

@@ -163,12 +163,16 @@ def flag(name: str) -> str:
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """Settings as plain values, to make a run like this one.
 
-    Left out are None, which TOML has not, where this run's settings and files are, and what was
-    to be done instead of training.
+    Left out are where this run's settings and files are, and what was to be done instead of
+    training. None, which TOML has not, is left out where it is the default, and else a word.
     """
-    names = (f.name for f in fields(config) if f.name not in ("config", "run_dir", *MODES))
-    values = {name: getattr(config, name) for name in names}
-    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
+    values: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("config", "run_dir", *MODES) or value is field.default is None:
+            continue
+        values[field.name] = str(value) if value is None or isinstance(value, Path) else value
+    return values
 
 
 def write_file(path: Path, config: RunConfig) -> None:

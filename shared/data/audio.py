@@ -33,7 +33,7 @@ def read_header(path: Path) -> Header:
     """Read how long a recording is, without its samples.
 
     Raises:
-        UserError: the file is not there, or is no recording.
+        UserError: the file is not there, is no recording, or is empty.
     """
     import soundfile
 
@@ -41,12 +41,19 @@ def read_header(path: Path) -> Header:
         info = soundfile.info(path)
     except soundfile.LibsndfileError as error:
         raise UserError(f"{path}: {_reason(path, error)}") from None
+    if not info.frames:
+        raise UserError(f"{path}: has no samples")
     return Header(info.frames, info.samplerate)
 
 
 def resampled_length(header: Header, rate: int) -> int:
     """Samples that a recording has at another rate."""
     return -(-header.samples * rate // header.rate)
+
+
+def hop_of(rate: int, hop_ms: float) -> int:
+    """Samples between two frames."""
+    return max(1, round(rate * hop_ms / 1000))
 
 
 def commonest_rate(headers: Sequence[Header]) -> int:
@@ -56,7 +63,11 @@ def commonest_rate(headers: Sequence[Header]) -> int:
 
 
 def decode(path: Path, rate: int | None = None) -> Tensor:
-    """Read a recording as float32 [T] in [-1, 1]: channels averaged, resampled to `rate`, if any.
+    """Read a recording as float32 [T], full scale at ±1: channels averaged, perhaps resampled.
+
+    Args:
+        path: of the file.
+        rate: samples a second to bring it to; None leaves it as it is.
 
     Raises:
         UserError: the file is not there, is no recording, is cut off, is empty, or holds values
@@ -69,8 +80,6 @@ def decode(path: Path, rate: int | None = None) -> Tensor:
         samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise UserError(f"{path}: {_reason(path, error)}") from None
-    if not len(samples):
-        raise UserError(f"{path}: has no samples")
     if len(samples) < header.samples or _is_cut_off(path):
         raise UserError(f"{path}: is cut off")
     waveform = torch.from_numpy(samples).mean(1)
@@ -97,9 +106,11 @@ def _is_cut_off(path: Path) -> bool:
     """Whether a WAV file is shorter than it says; libsndfile reads what is there, silently."""
     with path.open("rb") as file:
         head = file.read(8)
-        said = 8 + int.from_bytes(head[4:], "little")
-        is_stream = said >= 8 + 0xFFFFFFFF - 8  # written by a program that could not know
-        return head[:4] == b"RIFF" and not is_stream and file.seek(0, 2) < said
+        said = int.from_bytes(head[4:], "little")
+        # Programs that write to a pipe cannot know the size, and say the largest that there is.
+        # One byte fewer is a pad byte that was left out.
+        is_stream = said >= 0x7FFFF000
+        return head[:4] == b"RIFF" and not is_stream and file.seek(0, 2) + 1 < 8 + said
 
 
 class Features(nn.Module):
@@ -140,7 +151,7 @@ class Features(nn.Module):
 
         super().__init__()
         self.window = max(1, round(rate * window_ms / 1000))
-        self.hop = max(1, round(rate * hop_ms / 1000))
+        self.hop = hop_of(rate, hop_ms)
         """Samples between two frames."""
         self.fft = max(2, 1 << (self.window - 1).bit_length())
         self.size = mels if kind == "logmel" else coefficients

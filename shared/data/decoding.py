@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shared.data.folders import raise_all
+from shared.data.folders import list_parts, raise_all
 from shared.errors import UserError
 
 Decode = Callable[[Path], Tensor]
@@ -92,6 +93,23 @@ def decode_all(paths: Sequence[Path], decode: Decode, processes: int) -> list[Te
 def broken_files(paths: Sequence[Path], decode: Decode, processes: int) -> list[str]:
     """Decode files and keep nothing but a line for each that is broken."""
     return [line for _, own in _mapped(paths, decode, processes, keep=False) for line in own]
+
+
+def check_files(folder: Path, suffixes: Sequence[str], decode: Decode, noun: str) -> dict[str, Any]:
+    """Decode every file of a data set, and print a line for each that is broken.
+
+    Args:
+        folder: as for `list_parts`.
+        suffixes: of the files that count.
+        decode: reads one.
+        noun: what the files are.
+    """
+    listings = list_parts(folder, suffixes).values()
+    paths = sorted(path for listing in listings for path in listing.paths)
+    broken = broken_files(paths, decode, usable_cores())
+    for line in broken:
+        print(line)
+    return {noun: len(paths), "broken": len(broken), "passed": not broken}
 
 
 def usable_cores() -> int:

@@ -58,6 +58,11 @@ def list_parts(folder: Path, suffixes: Sequence[str]) -> dict[str, Listing]:
     for part in PARTS[1:]:
         if part not in listings:
             rest, carved = carve(listings["train"].labels)
+            if not len(carved):
+                raise UserError(
+                    f"{folder}: has no {part} folder, and too few files to take some of train for "
+                    "it, since every class keeps one"
+                )
             listings[part] = listings["train"].subset(carved)
             listings["train"] = listings["train"].subset(rest)
     return listings

@@ -17,7 +17,7 @@ from shared.data.decoding import (
     Chosen,
     DecodedFiles,
     Ragged,
-    broken_files,
+    check_files,
     decode_all,
     usable_cores,
 )
@@ -25,9 +25,8 @@ from shared.data.folders import Listing, list_parts, published
 from shared.data.image_files import SUFFIXES, decode, decoded_bytes
 from shared.data.loading import seed_sample
 from shared.data.sampling import SampleKey
-from shared.data.splits import PARTS, Splits, carve, spread
+from shared.data.splits import PARTS, Splits, carve, check_labels, spread
 from shared.devices import move
-from shared.errors import UserError
 from shared.settings import LARGEST, RunConfig
 
 SMALL = 64
@@ -89,13 +88,7 @@ class ImageSet:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        outside = ((self.labels < 0) | (self.labels >= len(self.classes))).nonzero()
-        if len(outside):
-            index = int(outside[0])
-            raise UserError(
-                f"sample {index} has the label {self.labels[index]}, "
-                f"but there are {len(self.classes)} classes"
-            )
+        check_labels(self.labels, self.classes)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -257,14 +250,9 @@ def load(config: ImageConfig) -> Splits[ImageSet]:
 
 
 def check(config: ImageConfig) -> dict[str, Any]:
-    """Read every file of an image folder, and print a line for each that is broken."""
+    """Read every file of the folder, and print a line for each that is broken."""
     assert config.data_dir is not None
-    listings = list_parts(config.data_dir, SUFFIXES).values()
-    paths = sorted(path for listing in listings for path in listing.paths)
-    broken = broken_files(paths, decode, usable_cores())
-    for line in broken:
-        print(line)
-    return {"images": len(paths), "broken": len(broken), "passed": not broken}
+    return check_files(config.data_dir, SUFFIXES, decode, "images")
 
 
 def _cropped(splits: Splits[ImageSet], size: int, seed: int) -> Splits[ImageSet]:

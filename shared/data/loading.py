@@ -38,7 +38,7 @@ class Loader(Generic[BatchT]):
         dataset: makes a batch from a list of keys.
         batch_size: samples in a batch; the last one of an epoch may be smaller.
         seed: of the run; the order of an epoch is a function of (seed, epoch).
-        shuffle: False gives the order of the set.
+        shuffle: False gives the order of the set, or that of the lengths if there are any.
         workers: processes that make batches ahead; 0 makes them in this process, when asked.
         pin: put batches into pinned memory, so that copies to a GPU do not block.
         weights: with which samples are drawn, with replacement; float [size].

@@ -44,7 +44,7 @@ class Masking:
         }
 
     def hidden(self, lengths: Tensor, shape: torch.Size, rows: Mapping[str, Tensor]) -> Tensor:
-        """What the rows hide of a batch, bool [B, T, F]; never a frame of padding.
+        """What the rows hide of a batch, bool [B, T, F]; stretches of time lie in the sequence.
 
         Args:
             lengths: frames of each sequence, int64 [B], on any device.

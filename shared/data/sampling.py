@@ -56,7 +56,7 @@ def bucketed(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: 
         seed: of the run.
         epoch: number of it.
     """
-    generator = seeding.generator(seeding.ORDER, seed, epoch, 1)
+    generator = seeding.generator(seeding.BUCKETS, seed, epoch)
     pools = order.split(POOL * batch_size)
     pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
     rest = len(order) % batch_size
@@ -102,7 +102,7 @@ class BatchSampler(Sampler[list[SampleKey]]):
         size: number of samples in the set.
         batch_size: samples in a batch.
         seed: of the run.
-        shuffle: False gives the order of the set.
+        shuffle: False gives the order of the set, or that of the lengths if there are any.
         weights: of the samples, float [size], to draw them with replacement.
         lengths: of the samples, int64 [size], to put those of like length into a batch.
     """

@@ -20,14 +20,14 @@ from shared.data.decoding import (
     Chosen,
     DecodedFiles,
     Ragged,
-    broken_files,
+    check_files,
     decode_all,
     usable_cores,
 )
 from shared.data.folders import Listing, list_parts, published, raise_all
 from shared.data.masking import Masking
 from shared.data.sampling import SampleKey
-from shared.data.splits import PARTS, Splits, spread
+from shared.data.splits import PARTS, Splits, check_labels, spread
 from shared.devices import move
 from shared.errors import UserError
 from shared.settings import LARGEST, RunConfig
@@ -72,6 +72,7 @@ class SequenceSet:
         classes: the name of each label.
         rate: of waveforms, samples a second; None for frames.
         workers: processes that make reading fast.
+        max_frames: that a sequence may have, as frames or when features are made of it.
 
     Raises:
         UserError: a sequence is empty, or a label is not that of a class.
@@ -83,18 +84,13 @@ class SequenceSet:
     classes: tuple[str, ...]
     rate: int | None = None
     workers: int = 0
+    max_frames: int | None = None
 
     def __post_init__(self) -> None:
         empty = (self.lengths < 1).nonzero()
         if len(empty):
             raise UserError(f"sample {int(empty[0])} is a sequence without a single step")
-        outside = ((self.labels < 0) | (self.labels >= len(self.classes))).nonzero()
-        if len(outside):
-            index = int(outside[0])
-            raise UserError(
-                f"sample {index} has the label {self.labels[index]}, "
-                f"but there are {len(self.classes)} classes"
-            )
+        check_labels(self.labels, self.classes)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,7 +103,7 @@ class SequenceSet:
     def wants(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """What a description of weights must say to be used on this set, otherwise as it is."""
         if self.rate is not None:
-            return {"features": {**(about["features"] or {}), "rate": self.rate}}
+            return {"features": {**(about.get("features") or {}), "rate": self.rate}}
         size = self.sequences[0].shape[1]
         return {"features": None, "model": {**about["model"], "features": size}}
 
@@ -300,9 +296,11 @@ class SequenceConfig(RunConfig):
         return Masking(self.time_masks, self.time_mask, self.feature_masks, self.feature_mask)
 
     def like(self, about: Mapping[str, Any]) -> Self:
-        """These settings, for recordings as weights were trained on."""
-        features = about.get("features")
-        return replace(self, sample_rate=features["rate"]) if features else self
+        """These settings, for data to be read as it was for weights of this description."""
+        features = about.get("features") or {}
+        cutting = {name: about[name] for name in ("max_frames", "too_long") if name in about}
+        changes = {"sample_rate": features.get("rate"), "hop_ms": features.get("hop_ms")}
+        return replace(self, **cutting, **{k: v for k, v in changes.items() if v is not None})
 
     def describe_features(self, part: SequenceSet) -> dict[str, Any] | None:
         """The arguments of `Features` for a set; None where it has frames already."""
@@ -338,15 +336,9 @@ def load(config: SequenceConfig) -> Splits[SequenceSet]:
 
 
 def check(config: SequenceConfig) -> dict[str, Any]:
-    """Read every file of a folder of recordings, and print a line for each that is broken."""
+    """Read every file of the folder, and print a line for each that is broken."""
     assert config.data_dir is not None
-    listings = list_parts(config.data_dir, audio.SUFFIXES).values()
-    paths = sorted(path for listing in listings for path in listing.paths)
-    decode = partial(audio.decode, rate=config.sample_rate)
-    broken = broken_files(paths, decode, usable_cores())
-    for line in broken:
-        print(line)
-    return {"recordings": len(paths), "broken": len(broken), "passed": not broken}
+    return check_files(config.data_dir, audio.SUFFIXES, audio.decode, "recordings")
 
 
 def measure_normalization(
@@ -356,32 +348,38 @@ def measure_normalization(
 
     A feature that never changes is shifted, and not scaled.
     """
-    count, total, squares = 0, torch.zeros(()), torch.zeros(())
+    count, origin, total, squares = 0, None, torch.zeros(()), torch.zeros(())
     for frames in spread(part, samples).sequences:
         frames = frames[None]
         frames = (frames if features is None else features(frames))[0].double()
+        # Around the first frame, so that what never changes gives 0 and not a rounding error.
+        origin = frames[0] if origin is None else origin
+        frames = frames - origin
         count += len(frames)
         total, squares = total + frames.sum(0), squares + frames.square().sum(0)
+    assert origin is not None
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt()
-    return Normalization(mean.tolist(), [value or 1.0 for value in std.tolist()])
+    return Normalization((origin + mean).tolist(), [value or 1.0 for value in std.tolist()])
 
 
 def _limited(splits: Splits[SequenceSet], config: SequenceConfig) -> Splits[SequenceSet]:
     """Cut what is too long, and say so."""
+    rate = splits.train.rate
+    hop = 1 if rate is None else audio.hop_of(rate, config.hop_ms)
     median = splits.train.lengths.double().median().item()
-    if config.max_frames == "auto":
-        longest = math.ceil(LONG * median)
-    else:
-        hop = 1 if splits.train.rate is None else round(splits.train.rate * config.hop_ms / 1000)
-        longest = config.max_frames * max(1, hop)
+    max_frames = math.ceil(LONG * median / hop)
+    if config.max_frames != "auto":
+        max_frames = config.max_frames
+    longest = max_frames * hop - (rate is not None)  # T samples make 1 + T // hop frames
     limited = []
     for name, part in zip(PARTS, splits, strict=True):
+        part = replace(part, max_frames=max_frames)
         too_long = int((part.lengths > longest).sum())
         if too_long:
             part = part.limited(longest, config.too_long)
             print(
-                f"{too_long} sequences of {name} are longer than {longest} steps: "
+                f"{too_long} sequences of {name} are longer than {max_frames} frames: "
                 + ("truncated" if config.too_long == "truncate" else f"{len(part)} samples now")
             )
         limited.append(part)

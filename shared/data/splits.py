@@ -1,11 +1,13 @@
 """Training, validation and test parts of a data set."""
 
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from shared import seeding
+from shared.errors import UserError
 
 PARTS = ("train", "val", "test")
 """Names of the parts, and of the folders that hold them."""
@@ -42,6 +44,16 @@ def spread(part: PartT, size: int) -> PartT:
     """`size` samples, or all when there are fewer, evenly spread: some of every class."""
     size = min(size, len(part))
     return part.subset(torch.arange(size) * len(part) // size)
+
+
+def check_labels(labels: Tensor, classes: Sequence[str]) -> None:
+    """Raise a UserError for the first label, of int64 [N], that is not that of a class."""
+    outside = ((labels < 0) | (labels >= len(classes))).nonzero()
+    if len(outside):
+        index = int(outside[0])
+        raise UserError(
+            f"sample {index} has the label {labels[index]}, but there are {len(classes)} classes"
+        )
 
 
 def carve(labels: Tensor, share: float = CARVED) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The sequence reference: its two ways of running an LSTM, its step, its runs."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,19 @@ def test_packed_and_masked_are_the_same(
         torch.testing.assert_close(masked, packed, rtol=0, atol=tolerance * scale)
 
 
+@pytest.mark.parametrize("pad", [1e6, math.inf, math.nan])
+def test_what_padding_holds_reaches_neither_states_nor_gradients(pad):
+    (lstm,) = stack_of(1, True, True, torch.float64)
+    found = []
+    for value in (0.0, pad):
+        batch = batch_of([3, 1, 5], dtype=torch.float64, pad=value, wider=2)
+        outputs, (hidden, cell) = run_masked(lstm, batch.sequences, batch.lengths)
+        loss = outputs.square().sum() + hidden.sum() + cell.sum()
+        found.append([outputs, hidden, cell, *torch.autograd.grad(loss, list(lstm.parameters()))])
+    for clean, padded in zip(*found, strict=True):
+        assert torch.equal(clean, padded)
+
+
 @pytest.mark.parametrize("run", [run_packed, run_masked])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_an_empty_sequence_keeps_its_state_and_puts_out_zeros(run, bidirectional):
@@ -123,12 +137,11 @@ def test_an_empty_sequence_keeps_its_state_and_puts_out_zeros(run, bidirectional
         assert torch.equal(hidden[:, 1], before[0][:, 1])
         assert torch.equal(cell[:, 1], before[1][:, 1])
         assert not outputs[1].any()
-        alone = batch_of([4])
-        assert outputs.isfinite().all()
-        expected, (last, _) = run(lstm, batch.sequences[:1], alone.lengths, None)
-        if first is None:
-            torch.testing.assert_close(outputs[:1], expected)
-            torch.testing.assert_close(hidden[:, :1], last)
+        own = None if first is None else (first[0][:, :1], first[1][:, :1])
+        expected, (last, last_cell) = run(lstm, batch.sequences[:1], torch.tensor([4]), own)
+        torch.testing.assert_close(outputs[:1], expected)
+        torch.testing.assert_close(hidden[:, :1], last)
+        torch.testing.assert_close(cell[:, :1], last_cell)
 
 
 @pytest.mark.parametrize("varlen", ["packed", "masked"])
@@ -145,7 +158,8 @@ def test_padding_and_the_rest_of_the_batch_change_nothing(varlen, pooling):
         return logits[:3], torch.autograd.grad(loss, list(model.parameters()))
 
     logits, gradients = run(batch_of(lengths, dtype=torch.float64))
-    for changes in ({"wider": 7}, {"pad": 123.0}, {"pad": -5.0, "wider": 2}):
+    for pad, wider in ((0.0, 7), (123.0, 0), (-1e30, 2), (math.inf, 1), (math.nan, 1)):
+        changes = {"pad": pad, "wider": wider}
         others, other_gradients = run(batch_of(lengths, dtype=torch.float64, **changes))
         torch.testing.assert_close(others, logits, rtol=1e-12, atol=1e-14)
         for one, other in zip(gradients, other_gradients, strict=True):
@@ -238,16 +252,16 @@ def test_a_step_clips_and_then_steps_once():
 
 
 def test_dropout_repeats_with_the_step_and_is_the_same_packed_and_masked():
-    losses = []
+    norms = []
     for varlen, step, noise in (("packed", 0, 1), ("masked", 0, 2), ("packed", 1, 1)):
         torch.manual_seed(0)
         model = SequenceLSTM(9, 5, hidden=8, layers=3, dropout=0.5, varlen=varlen)
         still = torch.optim.SGD(model.parameters(), lr=0.0)
         torch.manual_seed(noise)
         batch = batch_of([3, 7, 2, 5])
-        losses.append(sequence_lstm.train_step(model, still, batch, Config(), step).grad_norm)
-    assert losses[0] == pytest.approx(losses[1].item(), rel=1e-4)
-    assert losses[0] != pytest.approx(losses[2].item(), rel=1e-3)
+        norms.append(sequence_lstm.train_step(model, still, batch, Config(), step).grad_norm)
+    assert norms[0] == pytest.approx(norms[1].item(), rel=1e-4)
+    assert norms[0] != pytest.approx(norms[2].item(), rel=1e-3)
 
 
 @pytest.mark.parametrize(

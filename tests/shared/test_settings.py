@@ -310,3 +310,16 @@ def test_what_is_written_is_read_back(config):
 def test_settings_that_would_do_nothing_are_named_where_they_were_changed():
     config = RunConfig(seed=3)
     assert list(config.ignored("no chance", "seed", "epochs")) == ["--seed 3: no chance"]
+
+
+def test_a_setting_that_was_switched_off_stays_off_when_it_is_fed_back(tmp_path):
+    @dataclass(frozen=True)
+    class Clipping(RunConfig):
+        clip_norm: float | None = 1.0
+        ema: float | None = None
+
+    off = parse(Clipping, ["--clip-norm", "None", "--threads", "3"], "x", "")
+    assert off.clip_norm is None
+    write_file(tmp_path / "config.toml", off)
+    again = parse(Clipping, ["--config", str(tmp_path / "config.toml")], "x", "")
+    assert (again.clip_norm, again.ema, again.threads) == (None, None, 3)

@@ -25,6 +25,14 @@ def complaint(folder):
     return str(raised.value)
 
 
+@pytest.mark.parametrize(("per_class", "part"), [(1, "val"), (2, "test")])
+def test_a_part_that_cannot_be_carved_is_named(tmp_path, per_class, part):
+    fill(tmp_path, *[f"{name}/{number}.png" for name in "ab" for number in range(per_class)])
+    assert f"has no {part} folder, and too few files" in complaint(tmp_path)
+    fill(tmp_path, "a/8.png", "a/9.png")
+    assert len(list_parts(tmp_path, SUFFIXES)["test"].paths) >= 1
+
+
 def test_files_are_listed_by_class_and_name(tmp_path):
     fill(tmp_path, "b/2.jpg", "b/1.PNG", "a/deep/3.png", "a/notes.txt", ".cache/x.png", "b/.x.png")
     listing = list_classes(tmp_path, SUFFIXES)

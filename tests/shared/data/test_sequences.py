@@ -164,7 +164,7 @@ def test_what_is_too_long_is_said(capsys, monkeypatch):
     cut = load(config)
     assert max(int(part.lengths.max()) for part in cut) == 20
     out = capsys.readouterr().out
-    assert "sequences of train are longer than 20 steps: truncated" in out
+    assert "sequences of train are longer than 20 frames: truncated" in out
     split = load(replace(config, too_long="split"))
     assert f"{len(split.test)} samples now" in capsys.readouterr().out
     assert len(split.test) > 370
@@ -190,9 +190,13 @@ def test_the_statistics_are_those_of_real_frames():
     torch.testing.assert_close(torch.tensor(std, dtype=torch.float64), expected)
 
 
-def test_a_feature_without_contrast_is_only_shifted():
-    part = SequenceSet([torch.full((4, 2), 3.0)], torch.tensor([4]), torch.tensor([0]), ("a",))
-    assert measure_normalization(part, None) == ([3.0, 3.0], [1.0, 1.0])
+@pytest.mark.parametrize("value", [3.0, 0.1, float(np.log(1e-6)), 1e8, -7.7])
+def test_a_feature_without_contrast_is_only_shifted(value):
+    frames = torch.full((371, 2), value)
+    part = SequenceSet([frames], torch.tensor([371]), torch.tensor([0]), ("a",))
+    mean, std = measure_normalization(part, None)
+    assert std == [1.0, 1.0]
+    assert mean == frames[0].double().tolist()
 
 
 @pytest.mark.parametrize("masks", [0, 2])
@@ -276,8 +280,11 @@ def test_features_come_with_the_set(tmp_path):
 
 
 def test_limits_of_recordings_are_in_frames(tmp_path):
-    part = load(audio_config(fill(tmp_path), max_frames=6)).train
-    assert int(part.lengths.max()) == 6 * 80
+    config = audio_config(fill(tmp_path), max_frames=6)
+    part = load(config).train
+    features = Features(**config.describe_features(part))
+    assert int(features.lengths(part.lengths).max()) == 6
+    assert load(replace(config, max_frames=7)).train.lengths.max() > part.lengths.max()
 
 
 def test_a_batch_moves_but_its_lengths_stay():
