@@ -71,6 +71,8 @@ class Config(TrainingConfig, SequenceConfig):
     """Highest learning rate."""
     weight_decay: float = 1e-2
     """L2 penalty of sgd, decoupled decay of adamw; not for biases and norms."""
+    compile: bool = False
+    """Refused: LSTMs break the graph, and the compiler gets fragments around them."""
     clip_norm: float | None = 1.0
     """Scale the gradients down to this norm of them all together."""
     hidden: int = 128
@@ -117,6 +119,7 @@ def run_packed(
         Outputs [B, T, directions * hidden], 0 in the padding; and the state of each direction after
         its last valid step.
     """
+    _check_lengths(inputs, lengths)
     packed = pack_padded_sequence(
         inputs, lengths.clamp(min=1), batch_first=True, enforce_sorted=False
     )
@@ -139,12 +142,15 @@ def run_masked(
     The backward direction runs over sequences that are reversed within their own length, so that
     in both padding comes last.
     """
+    _check_lengths(inputs, lengths)
+    assert (lstm.num_layers, lstm.proj_size, lstm.batch_first) == (1, 0, True)
     positions = torch.arange(inputs.shape[1], device=inputs.device)
     ends = lengths.to(inputs.device)[:, None]
     padding = positions >= ends
     reverse = torch.where(padding, positions, ends - 1 - positions)
     # Padding is to leave the cell as it is: an input that is 1 there shuts the input gate and opens
-    # the forget gate. (The hidden state is read off the outputs.)
+    # the forget gate, by a weight that saturates them and that float16 holds. (The hidden state is
+    # read off the outputs.)
     gate = inputs.new_full((lstm.hidden_size,), 1e4)
     shut = torch.cat([-gate, gate, 0 * gate, 0 * gate])
     inputs = inputs.masked_fill(padding[:, :, None], 0.0)
@@ -173,6 +179,11 @@ def run_masked(
     return joined, (torch.stack(hiddens), torch.stack(cells))
 
 
+def _check_lengths(inputs: Tensor, lengths: Tensor) -> None:
+    if lengths.shape != inputs.shape[:1] or lengths.min() < 0 or lengths.max() > inputs.shape[1]:
+        raise ValueError(f"lengths {lengths.tolist()} do not fit inputs {list(inputs.shape)}")
+
+
 def _take(steps: Tensor, positions: Tensor) -> Tensor:
     """The steps [B, n, F] at positions int64 [B, n] of a batch [B, T, F]."""
     firsts = torch.arange(len(steps), device=steps.device)[:, None] * steps.shape[1]
@@ -194,9 +205,9 @@ class SequenceLSTM(nn.Module):
         hidden: int = 128,
         layers: int = 1,
         bidirectional: bool = True,
-        pooling: str = "mean",
+        pooling: Literal["last", "mean"] = "mean",
         dropout: float = 0.0,
-        varlen: str = "packed",
+        varlen: Literal["packed", "masked"] = "packed",
     ) -> None:
         super().__init__()
         directions = 2 if bidirectional else 1
@@ -206,7 +217,7 @@ class SequenceLSTM(nn.Module):
         )
         self.fc = nn.Linear(directions * hidden, classes)
         self.pooling, self.dropout = pooling, dropout
-        self.run_lstm = run_packed if varlen == "packed" else run_masked
+        self.run_lstm = {"packed": run_packed, "masked": run_masked}[varlen]
         initialize(self, "tanh")
         initialize(self.fc, "none")
 
@@ -363,9 +374,12 @@ def train(config: Config) -> dict[str, Any]:
         learner = Learner(model, config, len(train_loader))
         run.begin(learner, about)
         padding = padding_share(train_loader.order(0), splits.train.lengths, config.batch_size)
-        how, dtype = model.run_lstm.__name__, str(lstm_dtype(model, config, run.device))
+        dtype = str(lstm_dtype(model, config, run.device)).removeprefix("torch.")
+        how = "masked" if model.run_lstm is run_masked else "packed"
         run.log.event("sequences", run.progress.step, how=how, dtype=dtype, padding=padding)
-        run.log.say(f"LSTMs {how} in {dtype}; {padding:.1%} of the steps of batches are padding")
+        run.log.say(
+            f"LSTMs run {how}, in {dtype}; {padding:.1%} of the steps of batches are padding"
+        )
 
         while run.progress.epoch < config.epochs:
             train_one_epoch(learner, train_loader, prepare, config, run)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.data import images
-from shared.data.images import ImageBatch, ImageConfig, ImageSet, Normalization, Preparation
+from shared.data.images import SMALL, ImageBatch, ImageConfig, ImageSet, Normalization, Preparation
 from shared.data.loading import Loader
 from shared.data.sampling import balancing_weights, smallest_micro_batch
 from shared.errors import UserError
@@ -56,8 +56,9 @@ class Config(TrainingConfig, ImageConfig):
 
     epochs: int = 12
     """Times that every training sample is used."""
-    stem: Literal["imagenet", "cifar"] = "cifar"
-    """First layers. imagenet: 7x7 with stride 2 and a pool; cifar: 3x3 that keeps small images."""
+    stem: Literal["auto", "imagenet", "cifar"] = "auto"
+    """First layers. imagenet: 7x7 with stride 2 and a pool; cifar: 3x3 that keeps small images.
+    auto: cifar up to 64x64."""
     width: int = 64
     """Channels of the first stage. 64 is ResNet-18."""
 
@@ -65,6 +66,12 @@ class Config(TrainingConfig, ImageConfig):
         """What is wrong with the values, a line each."""
         yield from super().problems()
         yield from self.outside(1, LARGEST, "width")
+
+    def stem_of(self, part: ImageSet) -> str:
+        """The first layers for the images of a set."""
+        if self.stem != "auto":
+            return self.stem
+        return "cifar" if max(part.shape[1:]) <= SMALL else "imagenet"
 
 
 MIGRATIONS: list[Mapping[str, str]] = []
@@ -216,11 +223,12 @@ def check_images(part: ImageSet, config: Config) -> None:
     """
     smallest = smallest_micro_batch(len(part), config.batch_size, config.accumulate)
     _, height, width = part.shape
-    if smallest == 1 and max(height, width) <= (32 if config.stem == "imagenet" else 8):
+    stem = config.stem_of(part)
+    if smallest == 1 and max(height, width) <= (32 if stem == "imagenet" else 8):
         raise UserError(
             f"--batch-size {config.batch_size} --accumulate {config.accumulate}: of {len(part)} "
             f"samples one is left alone, and {height}x{width} images end as one pixel with --stem "
-            f"{config.stem}: BatchNorm cannot learn from a single value"
+            f"{stem}: BatchNorm cannot learn from a single value"
         )
 
 
@@ -231,7 +239,7 @@ def describe(part: ImageSet, config: Config) -> dict[str, Any]:
         "model": {
             "classes": len(part.classes),
             "channels": part.shape[0],
-            "stem": config.stem,
+            "stem": config.stem_of(part),
             "width": config.width,
         },
         "classes": list(part.classes),

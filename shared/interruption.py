@@ -1,13 +1,17 @@
 """Ending at the next good moment when SIGTERM or Ctrl-C arrives."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_PR_SET_PDEATHSIG = 1  # from prctl.h
 
 
 class Interruption:
@@ -42,6 +46,18 @@ class Interruption:
         while self._before:
             signum, handler = self._before.popitem()
             signal.signal(signum, handler)  # type: ignore[arg-type]
+
+
+def die_with_parent() -> None:
+    """On Linux, end this process when the one that started it is killed: it would wait for ever.
+
+    Source: https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it went before it could be asked
+            os._exit(1)
 
 
 def shield_worker() -> None:

@@ -1,9 +1,12 @@
 """How well a classifier does: loss, accuracy, top-5, and which classes it takes for which."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from shared.errors import Diverged
 
 
 class Evaluation(NamedTuple):
@@ -50,11 +53,17 @@ class Tally:
         confusion += torch.bincount(cells, minlength=len(confusion))
 
     def evaluation(self) -> Evaluation:
-        """Read the counts; at least one batch was added."""
+        """Read the counts; at least one batch was added.
+
+        Raises:
+            Diverged: the loss is not finite.
+        """
         assert self._counts is not None
         total, in_top5, confusion = (count.cpu() for count in self._counts)
         confusion = confusion.view(self._classes, self._classes)
         samples = int(confusion.sum())
+        if not math.isfinite(total):
+            raise Diverged(f"the loss of an evaluation is {total.item()}; a lower --lr may help")
         return Evaluation(
             loss=total.item() / samples,
             accuracy=int(confusion.diag().sum()) / samples,

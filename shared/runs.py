@@ -466,4 +466,11 @@ def check_about(now: Mapping[str, Any], then: Mapping[str, Any], source: Path | 
     """
     for name in now:
         if now[name] != then.get(name):
+            if name == "normalization":  # long lists
+                raise UserError(f"{source}: its training data had other statistics: other data")
+            if name == "classes":
+                raise UserError(
+                    f"{source}: its classes are {then.get(name)}, here they are {now[name]}; "
+                    "--data and --data-dir choose the data"
+                )
             raise UserError(f"{source}: its {name} is {then.get(name)}, here it is {now[name]}")

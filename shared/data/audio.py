@@ -1,5 +1,7 @@
 """Recordings: files to waveforms of one rate, and batches of waveforms to features."""
 
+import math
+import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -7,12 +9,22 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.errors import UserError
 
 SUFFIXES = (".flac", ".wav")
 """Of the files that count as recordings."""
+
+FORMATS = ("FLAC", "WAV", "WAVEX")
+"""What may be in them, as libsndfile calls it."""
+
+LOUDEST = 1e6
+"""Samples beyond this, where full scale is 1, are no sound; energies of them would overflow."""
+
+LARGEST_KERNEL = 20_000_000
+"""Values in a resampling kernel, which is the larger the less two rates have in common."""
 
 FLOOR = 1e-6
 """Added to energies before their logarithm is taken: silence has one too."""
@@ -38,9 +50,11 @@ def read_header(path: Path) -> Header:
     import soundfile
 
     try:
-        info = soundfile.info(path)
+        info = soundfile.info(os.fsencode(path))  # names need not be UTF-8
     except soundfile.LibsndfileError as error:
         raise UserError(f"{path}: {_reason(path, error)}") from None
+    if info.format not in FORMATS:
+        raise UserError(f"{path}: is {info.format_info}, which is neither WAV nor FLAC")
     if not info.frames:
         raise UserError(f"{path}: has no samples")
     return Header(info.frames, info.samplerate)
@@ -77,21 +91,33 @@ def decode(path: Path, rate: int | None = None) -> Tensor:
 
     header = read_header(path)
     try:
-        samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
+        samples, _ = soundfile.read(os.fsencode(path), dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
-        raise UserError(f"{path}: {_reason(path, error)}") from None
+        raise UserError(f"{path}: is cut off or damaged: {_reason(path, error)}") from None
     if len(samples) < header.samples or _is_cut_off(path):
         raise UserError(f"{path}: is cut off")
     waveform = torch.from_numpy(samples).mean(1)
-    if not waveform.isfinite().all():
-        index = int((~waveform.isfinite()).nonzero()[0])
-        raise UserError(f"{path}: sample {index} is {waveform[index].item()}")
-    if rate in (None, header.rate):
+    wrong = ~(waveform.abs() <= LOUDEST)  # NaN too
+    if wrong.any():
+        index = int(wrong.nonzero()[0])
+        raise UserError(f"{path}: sample {index} is {waveform[index].item()}; full scale is 1")
+    if rate is None or rate == header.rate:
         return waveform
+    return _resample(path, waveform, header, rate)
+
+
+def _resample(path: Path, waveform: Tensor, header: Header, rate: int) -> Tensor:
     from torchaudio.functional import resample
 
+    divisor = math.gcd(header.rate, rate)
+    if header.rate // divisor * (rate // divisor) > LARGEST_KERNEL:
+        raise UserError(
+            f"{path}: its {header.rate} samples/s cannot be brought to {rate}, a ratio without a "
+            "common measure; another --sample-rate may do"
+        )
     resampled: Tensor = resample(waveform, header.rate, rate)
-    return resampled
+    # torchaudio rounds the length in float32, which is off by one where recordings are long.
+    return F.pad(resampled, (0, resampled_length(header, rate) - len(resampled)))
 
 
 def _reason(path: Path, error: Exception) -> str:
@@ -105,12 +131,16 @@ def _reason(path: Path, error: Exception) -> str:
 def _is_cut_off(path: Path) -> bool:
     """Whether a WAV file is shorter than it says; libsndfile reads what is there, silently."""
     with path.open("rb") as file:
-        head = file.read(8)
-        said = int.from_bytes(head[4:], "little")
-        # Programs that write to a pipe cannot know the size, and say the largest that there is.
-        # One byte fewer is a pad byte that was left out.
-        is_stream = said >= 0x7FFFF000
-        return head[:4] == b"RIFF" and not is_stream and file.seek(0, 2) + 1 < 8 + said
+        if file.read(12)[:4] != b"RIFF":
+            return False
+        while len(head := file.read(8)) == 8:
+            size = int.from_bytes(head[4:], "little")
+            if head[:4] == b"data":
+                # Programs that write to a pipe cannot know the size, and say the largest there is.
+                start = file.tell()
+                return size < 0x7FFFF000 and file.seek(0, os.SEEK_END) - start < size
+            file.seek(size + size % 2, os.SEEK_CUR)
+    return True
 
 
 class Features(nn.Module):

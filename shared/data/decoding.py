@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared import interruption
 from shared.data.folders import list_parts, raise_all
 from shared.errors import UserError
 
@@ -127,12 +129,18 @@ def _mapped(
     if processes == 1:
         yield from map(work, chunks)
         return
+    try:
+        with ProcessPoolExecutor(processes, initializer=_start_child) as pool:
+            yield from pool.map(work, chunks)
+    except BrokenProcessPool:
+        raise UserError(
+            f"{paths[0].parent}, …: a process that decodes was killed; is there too little memory?"
+        ) from None
+
+
+def _start_child() -> None:
+    interruption.die_with_parent()
     # With more threads, what a process of several threads has forked may wait for them for ever.
-    with ProcessPoolExecutor(processes, initializer=_use_one_thread) as pool:
-        yield from pool.map(work, chunks)
-
-
-def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 

@@ -13,6 +13,11 @@ POOL = 64
 """Batches among which sequences are sorted by length."""
 
 
+JITTER = 0.03
+"""Largest share by which a sequence counts as longer than it is when it is sorted: with more of it
+batches differ more from epoch to epoch, and have more padding."""
+
+
 class SampleKey(NamedTuple):
     """What a sample and its random choices are a function of, beside the seed of the run."""
 
@@ -45,9 +50,9 @@ def epoch_order(size: int, seed: int, epoch: int, weights: Tensor | None = None)
 def bucketed(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
     """Rearrange an order so that batches hold sequences of like length, and come in any order.
 
-    Sequences are sorted by length within pools of `POOL` batches, not over the whole epoch: so
-    batches are other ones in every epoch. The one that is not full comes last; it too holds
-    sequences of like length, of any.
+    Sequences are sorted within pools of `POOL` batches, by their length times a factor that is
+    drawn anew in every epoch: so batches are other ones, also where the set is but one pool. The
+    batch that is not full comes last; it too holds sequences of like length, of any.
 
     Args:
         order: of the samples, int64 [size], a function of (seed, epoch).
@@ -57,8 +62,10 @@ def bucketed(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: 
         epoch: number of it.
     """
     generator = seeding.generator(seeding.BUCKETS, seed, epoch)
+    factors = 1 + JITTER * torch.rand(len(lengths), generator=generator, dtype=torch.float64)
+    keys = lengths * factors
     pools = order.split(POOL * batch_size)
-    pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
+    pools = [pool[keys[pool].argsort(stable=True)] for pool in pools]
     rest = len(order) % batch_size
     whole = len(pools[-1]) // batch_size  # batches of the last pool, the only one with a rest
     start = batch_size * int(torch.randint(whole + 1, (), generator=generator))

@@ -20,6 +20,7 @@ from shared.data.decoding import (
     Chosen,
     DecodedFiles,
     Ragged,
+    broken_files,
     check_files,
     decode_all,
     usable_cores,
@@ -97,7 +98,14 @@ class SequenceSet:
 
     def __getitems__(self, keys: list[SampleKey]) -> SequenceBatch:
         indices = torch.tensor([key.sample for key in keys])
-        inputs = pad_sequence([self.sequences[key.sample] for key in keys], batch_first=True)
+        sequences = [self.sequences[key.sample] for key in keys]
+        for index, sequence in zip(indices.tolist(), sequences, strict=True):
+            if len(sequence) != self.lengths[index]:
+                raise UserError(
+                    f"sample {index} has {len(sequence)} steps, and had {self.lengths[index]} "
+                    "before: has its file changed?"
+                )
+        inputs = pad_sequence(sequences, batch_first=True)
         return SequenceBatch(inputs, self.lengths[indices], self.labels[indices], indices)
 
     def wants(self, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,7 +397,7 @@ def _limited(splits: Splits[SequenceSet], config: SequenceConfig) -> Splits[Sequ
 def _recordings(listings: Mapping[str, Listing], config: SequenceConfig) -> Splits[SequenceSet]:
     """Files of recordings; small sets are decoded once, large ones stream."""
     paths = [path for name in PARTS for path in listings[name].paths]
-    headers = _read_headers(paths)
+    headers = _read_headers(paths, config.sample_rate)
     rate = config.sample_rate or audio.commonest_rate(headers)
     lengths = [audio.resampled_length(header, rate) for header in headers]
     others = sum(header.rate != rate for header in headers)
@@ -398,7 +406,7 @@ def _recordings(listings: Mapping[str, Listing], config: SequenceConfig) -> Spli
     print(
         f"{config.data_dir}: {len(paths):,} recordings of {len(listings['train'].classes)} "
         f"classes, {sum(lengths) / rate / 60:,.1f} minutes at {rate:,} samples/s"
-        + (f", to which {others:,} are brought" if others else "")
+        + (f" ({others:,} resampled)" if others else "")
         + f", {gigabytes:.2f} GB: "
         + ("kept in memory" if fits else "more than --cache-gb, so decoded each time")
     )
@@ -424,15 +432,12 @@ def _recordings(listings: Mapping[str, Listing], config: SequenceConfig) -> Spli
     return Splits(*parts)
 
 
-def _read_headers(paths: Sequence[Path]) -> list[audio.Header]:
-    headers, problems = [], []
-    for path in paths:
-        try:
-            headers.append(audio.read_header(path))
-        except UserError as error:
-            problems.append(str(error))
-    raise_all(problems)
-    return headers
+def _read_headers(paths: Sequence[Path], rate: int | None) -> list[audio.Header]:
+    try:
+        return [audio.read_header(path) for path in paths]
+    except UserError:  # one is broken: then the user is to learn of all, not of one for every run
+        raise_all(broken_files(paths, partial(audio.decode, rate=rate), usable_cores()))
+        raise
 
 
 def _speechcommands(config: SequenceConfig) -> dict[str, Listing]:

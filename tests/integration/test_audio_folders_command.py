@@ -45,7 +45,7 @@ def test_recordings_are_learnt_and_weights_bring_their_features(run, tmp_path):
     events = [json.loads(line) for line in (tmp_path / "mine" / "metrics.jsonl").open()]
     (told,) = [event for event in events if event["event"] == "sequences"]
     assert 0 <= told["padding"] < 1
-    assert (told["how"], told["dtype"]) == ("run_masked", "torch.float32")
+    assert (told["how"], told["dtype"]) == ("masked", "float32")
     (test,) = [event for event in events if event["event"] == "test"]
     assert test["classes"] == ["high", "low"]
 

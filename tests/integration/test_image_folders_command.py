@@ -147,7 +147,7 @@ def test_weights_of_other_classes_are_refused(run, tmp_path):
     last_line(run(SCRIPT, *FOLDER, "--run-dir=mine", "--epochs=1"))
     (tmp_path / "pictures" / "below").rename(tmp_path / "pictures" / "beneath")
     line = complaint(run(SCRIPT, *FOLDER, "--evaluate=mine/model.safetensors"))
-    assert "mine/model.safetensors: its classes is" in line
+    assert "mine/model.safetensors: its classes are" in line
 
 
 @pytest.fixture

@@ -192,6 +192,14 @@ def test_outputs_are_as_wide_as_the_inputs_when_all_sequences_are_short():
         assert outputs.shape == (2, 8, 6)
 
 
+@pytest.mark.parametrize("lengths", [[3, 9], [-1, 2], [2], [2, 2, 2]])
+def test_lengths_that_do_not_fit_are_refused(lengths):
+    (lstm,) = stack_of(1, True, True, torch.float32)
+    for run in (run_packed, run_masked):
+        with pytest.raises(ValueError, match=r"lengths .* do not fit inputs"):
+            run(lstm, torch.zeros(2, 8, 5), torch.tensor(lengths))
+
+
 def test_one_layer_gives_what_nn_lstm_gives():
     (lstm,) = stack_of(1, True, True, torch.float32)
     inputs = torch.randn(3, 7, 5)

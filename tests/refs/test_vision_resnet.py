@@ -95,6 +95,14 @@ def test_images_of_any_size_fit(stem, side):
     assert model(torch.randn(2, 1, side, side)).shape == (2, 7)
 
 
+@pytest.mark.parametrize(("side", "stem"), [(8, "cifar"), (64, "cifar"), (65, "imagenet")])
+def test_the_stem_follows_the_size_of_the_images(side, stem):
+    images_of = torch.zeros(2, 3, side, side, dtype=torch.uint8)
+    part = images.ImageSet(images_of, torch.tensor([0, 1]), ("a", "b"))
+    assert vision_resnet.describe(part, Config())["model"]["stem"] == stem
+    assert vision_resnet.describe(part, Config(stem="imagenet"))["model"]["stem"] == "imagenet"
+
+
 def test_a_single_value_for_batch_norm_is_refused_before_training(config):
     part = spread(DIGITS.train, 9)
     with pytest.raises(UserError, match="--batch-size 4"):

@@ -1,5 +1,8 @@
 """Recordings of every kind people have, and features that padding does not change."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import soundfile
@@ -53,7 +56,7 @@ def test_channels_are_averaged(tmp_path):
     torch.testing.assert_close(waveform, torch.from_numpy(tone() / 6).float())
 
 
-@pytest.mark.parametrize("rate", [4000, 11025, 44100, 7999])
+@pytest.mark.parametrize("rate", [4000, 11025, 44100, 7990])
 def test_another_rate_is_resampled_and_its_length_is_foretold(tmp_path, rate):
     path = write(tmp_path / "a.wav", tone(rate // 2, rate), rate, subtype="FLOAT")
     waveform = audio.decode(path, RATE)
@@ -77,10 +80,14 @@ def broken(tmp_path):
     holes = tone()
     holes[[7, 9]] = np.nan
     write(tmp_path / "nan.wav", holes, subtype="FLOAT")
+    holes[7] = 1e20
+    write(tmp_path / "loud.wav", holes, subtype="FLOAT")
     holes[7] = np.inf
     write(tmp_path / "inf.wav", holes, subtype="FLOAT")
     write(tmp_path / "none.wav", np.zeros(0))
+    write(tmp_path / "au.wav", tone(), format="AU")
     contents = {
+        "unpadded.wav": write(tmp_path / "odd.wav", tone(1999), subtype="PCM_U8").read_bytes()[:-2],
         "zero.wav": b"",
         "text.wav": b"no recording at all",
         "text.flac": b"no recording at all",
@@ -93,13 +100,16 @@ def broken(tmp_path):
     return {
         "nan.wav": "sample 7 is nan",
         "inf.wav": "sample 7 is inf",
+        "loud.wav": "; full scale is 1",
+        "au.wav": "which is neither WAV nor FLAC",
+        "unpadded.wav": "is cut off",
         "none.wav": "has no samples",
         "zero.wav": "is empty",
         "text.wav": "",
         "text.flac": "",
         "cut.wav": "is cut off",
         "head.wav": "",
-        "cut.flac": "",
+        "cut.flac": "is cut off or damaged",
         "absent.wav": "no such file",
     }
 
@@ -113,6 +123,40 @@ def test_each_broken_file_is_named_in_one_line(tmp_path):
         assert len(message) > len(f"{tmp_path / name}: ")
         assert word in message
         assert len(message.splitlines()) == 1
+
+
+def test_files_as_other_programs_write_them_are_read(tmp_path):
+    """Without a last pad byte, with sizes that were not known yet, with bytes after the data."""
+    whole = write(tmp_path / "a.wav", tone(1999), subtype="PCM_U8").read_bytes()
+    expected = audio.decode(tmp_path / "a.wav")
+    assert len(whole) % 2 == 0
+    at = whole.index(b"data") + 4
+    unknown = whole[:4] + b"\xff" * 4 + whole[8:at] + b"\xff" * 4 + whole[at + 4 :]
+    for name, content in {
+        "unpadded": whole[:-1],
+        "piped": unknown[:-1],
+        "more": whole + b"x" * 9,
+    }.items():
+        (tmp_path / f"{name}.wav").write_bytes(content)
+        assert torch.equal(audio.decode(tmp_path / f"{name}.wav"), expected), name
+
+
+def test_names_may_be_of_any_bytes(tmp_path):
+    write(tmp_path / "a.wav", tone())
+    strange = Path(os.fsdecode(os.fsencode(tmp_path) + b"/latin\xe9.wav"))
+    (tmp_path / "a.wav").rename(strange)
+    assert len(audio.decode(strange)) == 2000
+
+
+def test_a_ratio_that_would_take_gigabytes_is_refused(tmp_path):
+    path = write(tmp_path / "a.wav", tone(), rate=44100)
+    with pytest.raises(UserError, match="44100 samples/s cannot be brought to 44099"):
+        audio.decode(path, 44099)
+
+
+def test_a_long_recording_has_the_length_that_was_foretold(tmp_path):
+    path = write(tmp_path / "a.wav", np.zeros(180_697), rate=44100)
+    assert len(audio.decode(path, 16000)) == audio.resampled_length(audio.read_header(path), 16000)
 
 
 def test_silence_is_no_error(tmp_path):

@@ -1,6 +1,11 @@
 import io
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -137,6 +142,42 @@ def test_files_are_decoded_when_this_process_has_used_threads(tmp_path):
     finally:
         torch.set_num_threads(before)
     assert [tensor.item() for tensor in tensors] == [1e6] * 3
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+import torch
+from shared.data.decoding import decode_all
+
+def slow(path):
+    Path(f"{os.getpid()}.pid").touch()
+    time.sleep(300)
+    return torch.zeros(1)
+
+if __name__ == "__main__":
+    decode_all([Path(str(number)) for number in range(130)], slow, 2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there can a process ask for it")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_children_end_with_a_parent_that_is_killed(tmp_path, signum):
+    (tmp_path / "program.py").write_text(SLOW)
+    parent = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path)
+    deadline = time.monotonic() + 100
+    while len(list(tmp_path.glob("*.pid"))) < 2:
+        assert parent.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    children = [psutil.Process(int(path.stem)) for path in tmp_path.glob("*.pid")]
+    parent.send_signal(signum)
+    parent.wait(30)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    alive = [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    for child in alive:
+        child.kill()
+    assert not alive
 
 
 def test_memory_is_estimated_from_headers(tmp_path):

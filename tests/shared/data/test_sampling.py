@@ -122,18 +122,26 @@ def test_buckets_hold_every_sample_once(lengths, batch_size, seed, epoch):
     assert sorted(found.tolist()) == list(range(len(lengths)))
     for batch in found.split(batch_size):
         own = sorted(lengths[batch].tolist())
-        between = [n for n in lengths.tolist() if own[0] < n < own[-1]]
-        assert len(between) < 2 * batch_size, "others are of this batch, or of the last one"
+        clearly_between = [n for n in lengths.tolist() if own[0] * 1.05 < n < own[-1] / 1.05]
+        assert len(clearly_between) < 2 * batch_size, "of this batch, or of the last one"
 
 
 def test_batches_of_one_pool_are_of_like_length_and_come_in_any_order():
     lengths = torch.arange(160)
     found = bucketed(epoch_order(160, 0, 0), lengths, 16, 0, 0).view(10, 16)
     spans = [sorted(batch.tolist()) for batch in found]
-    assert all(span[-1] - span[0] == 15 for span in spans)
+    assert all(span[-1] - span[0] < 16 + 2 * 0.03 * 160 for span in spans)
     firsts = [span[0] for span in spans]
     assert firsts != sorted(firsts)
-    assert sorted(firsts) == list(range(0, 160, 16))
+
+
+def test_batches_change_with_the_epoch_where_all_is_one_pool_of_unequal_lengths():
+    lengths = torch.arange(1000, 1640)
+    first, second = (
+        {frozenset(batch.tolist()) for batch in bucketed(order, lengths, 64, 0, epoch).split(64)}
+        for epoch, order in enumerate([epoch_order(640, 0, 0)] * 2)
+    )
+    assert not first & second
 
 
 def test_pools_change_with_the_epoch_so_that_batches_do():

@@ -244,7 +244,7 @@ def test_recordings_kept_and_streamed_are_the_same(tmp_path, capsys):
     kept, streamed = load(config), load(replace(config, cache_gb=0.0))
     lines = capsys.readouterr().out.splitlines()
     assert "24 recordings of 2 classes" in lines[0]
-    assert "at 8,000 samples/s, to which 8 are brought" in lines[0]
+    assert "at 8,000 samples/s (8 resampled)" in lines[0]
     assert "kept in memory" in lines[0]
     assert "decoded each time" in lines[1]
     assert kept.train.workers == 0
@@ -260,11 +260,13 @@ def test_all_broken_recordings_are_named_at_once(tmp_path):
     fill(tmp_path)
     (tmp_path / "high" / "00.wav").write_bytes(b"")
     (tmp_path / "low" / "05.wav").write_bytes(b"text")
+    soundfile.write(tmp_path / "low" / "07.wav", np.full(900, np.nan), 8000, subtype="FLOAT")
     for cache_gb in (4.0, 0.0):
         with pytest.raises(UserError) as raised:
             load(audio_config(tmp_path, cache_gb=cache_gb))
         assert "high/00.wav: is empty; " in str(raised.value)
         assert "low/05.wav: " in str(raised.value)
+        assert "low/07.wav: sample 0 is nan" in str(raised.value)
 
 
 def test_features_come_with_the_set(tmp_path):
