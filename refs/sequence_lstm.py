@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from shared.data import sequences
 from shared.data.audio import Features
@@ -30,6 +30,7 @@ from shared.data.sampling import padding_share
 from shared.data.sequences import (
     Normalization,
     Preparation,
+    Sample,
     SequenceBatch,
     SequenceConfig,
     SequenceSet,
@@ -236,6 +237,14 @@ class SequenceLSTM(nn.Module):
         return logits
 
 
+def collate(samples: list[Sample]) -> SequenceBatch:
+    """Pad sequences to the longest of them; lengths stay on the CPU, where packing wants them."""
+    sequences, labels, indices = zip(*samples, strict=True)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    padded = pad_sequence(list(sequences), batch_first=True)
+    return SequenceBatch(padded, lengths, torch.tensor(labels), torch.tensor(indices))
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -309,6 +318,7 @@ def make_loader(
         workers=part.workers if config.workers == "auto" else config.workers,
         pin=device.type == "cuda",
         lengths=part.lengths if config.bucket else None,
+        collate=collate,
     )
 
 

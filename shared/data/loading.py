@@ -1,7 +1,7 @@
 """Bringing batches to the training loop."""
 
-from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,21 +21,20 @@ class Batch(Protocol):
 
 
 BatchT = TypeVar("BatchT", bound=Batch)
-BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
 
 
-class BatchSource(Protocol[BatchT_co]):
-    """A data set that makes whole batches: cheaper than collating samples one by one."""
+class BatchSource(Protocol):
+    """A data set that is asked for all samples of a batch at once, which can be much cheaper."""
 
     def __len__(self) -> int: ...
-    def __getitems__(self, keys: list[SampleKey]) -> BatchT_co: ...
+    def __getitems__(self, keys: list[SampleKey]) -> Any: ...
 
 
 class Loader(Generic[BatchT]):
     """Batches of a data set, the same whatever the number of workers.
 
     Args:
-        dataset: makes a batch from a list of keys.
+        dataset: gives the samples of a list of keys, or the batch itself.
         batch_size: samples in a batch; the last one of an epoch may be smaller.
         seed: of the run; the order of an epoch is a function of (seed, epoch).
         shuffle: False gives the order of the set, or that of the lengths if there are any.
@@ -43,11 +42,12 @@ class Loader(Generic[BatchT]):
         pin: put batches into pinned memory, so that copies to a GPU do not block.
         weights: with which samples are drawn, with replacement; float [size].
         lengths: int64 [size]; then samples of like length make up a batch.
+        collate: makes a batch from what the set gives, in a worker; by default it is one already.
     """
 
     def __init__(
         self,
-        dataset: BatchSource[BatchT],
+        dataset: BatchSource,
         batch_size: int,
         *,
         seed: int = 0,
@@ -56,6 +56,7 @@ class Loader(Generic[BatchT]):
         pin: bool = False,
         weights: Tensor | None = None,
         lengths: Tensor | None = None,
+        collate: Callable[[Any], BatchT] | None = None,
     ) -> None:
         self.size = len(dataset)
         """Samples in an epoch."""
@@ -63,7 +64,7 @@ class Loader(Generic[BatchT]):
         self._loader: DataLoader[BatchT] = DataLoader(
             dataset,  # type: ignore[arg-type]
             batch_sampler=self._sampler,
-            collate_fn=_as_it_is,
+            collate_fn=collate or _as_it_is,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=pin,

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from shared import seeding
 from shared.data import audio
@@ -32,6 +31,9 @@ from shared.data.splits import PARTS, Splits, check_labels, spread
 from shared.devices import move
 from shared.errors import UserError
 from shared.settings import LARGEST, RunConfig
+
+Sample = tuple[Tensor, int, int]
+"""A sequence, frames float [T, F] or samples of a waveform [T]; its label; its index in the set."""
 
 LONG = 8
 """Sequences longer than this many times the median of training are cut by default."""
@@ -96,17 +98,17 @@ class SequenceSet:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, keys: list[SampleKey]) -> SequenceBatch:
-        indices = torch.tensor([key.sample for key in keys])
-        sequences = [self.sequences[key.sample] for key in keys]
-        for index, sequence in zip(indices.tolist(), sequences, strict=True):
-            if len(sequence) != self.lengths[index]:
-                raise UserError(
-                    f"sample {index} has {len(sequence)} steps, and had {self.lengths[index]} "
-                    "before: has its file changed?"
-                )
-        inputs = pad_sequence(sequences, batch_first=True)
-        return SequenceBatch(inputs, self.lengths[indices], self.labels[indices], indices)
+    def __getitem__(self, index: int) -> Sample:
+        sequence = self.sequences[index]
+        if len(sequence) != self.lengths[index]:
+            raise UserError(
+                f"sample {index} has {len(sequence)} steps, and had {self.lengths[index]} before: "
+                "has its file changed?"
+            )
+        return sequence, int(self.labels[index]), index
+
+    def __getitems__(self, keys: list[SampleKey]) -> list[Sample]:
+        return [self[key.sample] for key in keys]
 
     def wants(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """What a description of weights must say to be used on this set, otherwise as it is."""

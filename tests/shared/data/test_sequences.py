@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refs.sequence_lstm import collate
 from shared.data import sequences
 from shared.data.audio import Features
 from shared.data.masking import Masking
@@ -41,6 +42,10 @@ def random_set(*lengths: int, features: int = 3) -> SequenceSet:
 
 def keys(*samples: int) -> list[SampleKey]:
     return [SampleKey(0, sample) for sample in samples]
+
+
+def batch_of(part: SequenceSet, wanted: list[SampleKey]) -> SequenceBatch:
+    return collate(part.__getitems__(wanted))
 
 
 # ------------------------------------------------------------------------------------------ vowels
@@ -108,7 +113,7 @@ def test_synthetic_lengths_are_distributed_as_asked_for(lengths):
 
 def test_a_batch_is_padded_with_zeros_and_knows_its_lengths():
     part = random_set(3, 5, 1)
-    batch = part.__getitems__(keys(2, 0))
+    batch = batch_of(part, keys(2, 0))
     assert batch.sequences.shape == (2, 3, 3)
     assert batch.lengths.tolist() == [1, 3]
     assert torch.equal(batch.sequences[0, :1], part.sequences[2])
@@ -118,7 +123,7 @@ def test_a_batch_is_padded_with_zeros_and_knows_its_lengths():
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 15))
 def test_micro_batches_are_as_wide_as_their_longest(lengths, parts):
-    batch = random_set(*lengths).__getitems__(keys(*range(len(lengths))))
+    batch = batch_of(random_set(*lengths), keys(*range(len(lengths))))
     micros = batch.split(parts)
     sizes = [micro.samples for micro in micros]
     assert len(micros) == min(parts, len(lengths))
@@ -130,6 +135,13 @@ def test_micro_batches_are_as_wide_as_their_longest(lengths, parts):
             assert torch.equal(
                 micro.sequences[row], batch.sequences[index, : micro.sequences.shape[1]]
             )
+
+
+def test_a_sequence_that_has_another_length_than_before_is_named():
+    part = random_set(3, 5)
+    part = replace(part, lengths=torch.tensor([3, 6]))
+    with pytest.raises(UserError, match="sample 1 has 5 steps, and had 6 before"):
+        batch_of(part, keys(0, 1))
 
 
 def test_an_empty_sequence_and_a_strange_label_are_named():
@@ -204,7 +216,7 @@ def test_prepared_batches_are_normalized_and_zero_in_padding_and_masks(masks):
     part = random_set(50, 90, 20)
     masking = Masking(time_masks=masks, feature_masks=masks)
     prepare = Preparation(None, measure_normalization(part, None), masking, CPU)
-    batch = part.__getitems__(keys(2, 0, 1))
+    batch = batch_of(part, keys(2, 0, 1))
     rows = masking.table(3, 0, 0)
     inputs = prepare(batch, rows)
     assert inputs.lengths.tolist() == [20, 50, 90]
@@ -251,7 +263,7 @@ def test_recordings_kept_and_streamed_are_the_same(tmp_path, capsys):
     assert streamed.train.workers > 0
     for one, other in zip(kept, streamed, strict=True):
         assert torch.equal(one.lengths, other.lengths)
-        batch, again = (part.__getitems__(keys(*range(len(part)))) for part in (one, other))
+        batch, again = (batch_of(part, keys(*range(len(part)))) for part in (one, other))
         assert torch.equal(batch.sequences, again.sequences)
         assert torch.equal(batch.labels, again.labels)
 
@@ -275,7 +287,7 @@ def test_features_come_with_the_set(tmp_path):
     features = Features(**settings)
     normalization = measure_normalization(part, features)
     assert len(normalization.mean) == 20
-    batch = part.__getitems__(keys(0, 5))
+    batch = batch_of(part, keys(0, 5))
     inputs = Preparation(features, normalization, Masking(), CPU)(batch)
     assert inputs.lengths.tolist() == [1 + length // 80 for length in batch.lengths.tolist()]
     assert inputs.sequences.shape == (2, int(inputs.lengths.max()), 20)
@@ -290,7 +302,7 @@ def test_limits_of_recordings_are_in_frames(tmp_path):
 
 
 def test_a_batch_moves_but_its_lengths_stay():
-    batch = random_set(3, 2).__getitems__(keys(0, 1))
+    batch = batch_of(random_set(3, 2), keys(0, 1))
     moved = sequences.move(batch, torch.device("meta"))
     assert isinstance(moved, SequenceBatch)
     assert moved.sequences.device.type == "meta"
