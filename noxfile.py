@@ -59,9 +59,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_lowest(session: nox.Session) -> None:
-    """The same tests on the oldest torch that is supported."""
+    """The same tests, but for the slow ones, on the oldest torch that is supported."""
     install(session, "-e", ".[tests]", *LOWEST)
-    session.run("python", "-m", "pytest", "-m", "not stress", *(session.posargs or EVERYTHING))
+    quick = "not stress and not slow"
+    session.run("python", "-m", "pytest", "-m", quick, *(session.posargs or EVERYTHING))
 
 
 @nox.session

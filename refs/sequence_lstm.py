@@ -386,7 +386,8 @@ def train(config: Config) -> dict[str, Any]:
         padding = padding_share(train_loader.order(0), splits.train.lengths, config.batch_size)
         dtype = str(lstm_dtype(model, config, run.device)).removeprefix("torch.")
         how = "masked" if model.run_lstm is run_masked else "packed"
-        run.log.event("sequences", run.progress.step, how=how, dtype=dtype, padding=padding)
+        if run.saved is None:
+            run.log.event("sequences", run.progress.step, how=how, dtype=dtype, padding=padding)
         run.log.say(
             f"LSTMs run {how}, in {dtype}; {padding:.1%} of the steps of batches are padding"
         )

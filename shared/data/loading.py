@@ -105,7 +105,6 @@ def _as_it_is(batch: BatchT) -> BatchT:
 
 def _start_worker(worker: int) -> None:
     interruption.shield_worker()
-    interruption.die_with_parent()
 
 
 def seed_sample(seed: int, key: SampleKey) -> None:

@@ -55,6 +55,7 @@ def test_recordings_are_learnt_and_weights_bring_their_features(run, tmp_path):
     assert "its model is" in complaint(continued) or "its features" in complaint(continued)
 
 
+@pytest.mark.slow
 def test_streamed_recordings_give_the_same_weights(run, tmp_path):
     fill(tmp_path / "recordings", per_class=20)
     kept = last_line(run(SCRIPT, *FOLDER, "--run-dir=kept"))
@@ -80,6 +81,7 @@ def test_all_broken_recordings_are_learnt_of_at_once(run, tmp_path):
     assert "recordings/low/000.wav: is empty" in line
 
 
+@pytest.mark.slow
 def test_weights_of_the_other_script_are_refused(run, tmp_path):
     last_line(run("vision_resnet.py", "--epochs=1", "--run-dir=images"))
     last_line(run(SCRIPT, "--epochs=1", "--run-dir=vowels"))

@@ -127,6 +127,7 @@ def test_the_saved_settings_fed_back_give_the_same_weights(run, tmp_path, undist
     assert_same_run(whole, tmp_path / "again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "script"),
     [
@@ -208,6 +209,7 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(
     assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 def test_what_the_user_says_on_resuming_wins_and_is_said(run, tmp_path):
     last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1", "--schedule=plateau"))
     (tmp_path / "more.toml").write_text("epochs = 2")
@@ -218,6 +220,7 @@ def test_what_the_user_says_on_resuming_wins_and_is_said(run, tmp_path):
     assert lrs == {0.05, 0.001}
 
 
+@pytest.mark.slow
 def test_a_run_from_a_checkpoint_of_another_goes_on_when_it_is_started_again(run, tmp_path):
     first = last_line(run(SCRIPT, "--run-dir=first", "--epochs=1"))
     resume = f"--resume={first['run_dir']}/checkpoints/step-00000020.pt"
@@ -244,6 +247,7 @@ def test_two_processes_cannot_train_in_one_folder(run, start, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_damaged_log_does_not_stop_a_run_from_going_on(run, tmp_path):
     last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
     with (tmp_path / "mine" / "metrics.jsonl").open("r+b") as log:
@@ -324,6 +328,7 @@ def test_help_explains_every_setting(run, script):
         assert text in done.stdout
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_overwritten(run, tmp_path):
     last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
     before = (tmp_path / "mine" / "metrics.jsonl").read_text()

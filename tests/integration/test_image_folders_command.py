@@ -52,6 +52,7 @@ def test_small_images_of_one_size_are_learnt_as_they_are(run, tmp_path):
     assert test["confusion"] == [[3, 0], [0, 3]]
 
 
+@pytest.mark.slow
 def test_processes_may_be_started_anew_instead_of_forked(run, tmp_path):
     """As on macOS and Windows, and by Python 3.14: whatever a worker needs can be sent to it."""
     fill(tmp_path / "pictures", different=True)
@@ -72,6 +73,7 @@ def test_processes_may_be_started_anew_instead_of_forked(run, tmp_path):
     assert last_line(done)["test_loss"] == expected["test_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [("--cache-gb=4",), ("--cache-gb=0", "--workers=1")])
 def test_images_of_any_size_are_cropped_to_one(run, tmp_path, kept):
     fill(tmp_path / "pictures", different=True)
@@ -132,7 +134,10 @@ def test_a_file_that_goes_during_the_run_is_named(run, start, tmp_path):
         (("--data=imagefolder", "--data-dir=absent"), "absent: no such folder"),
         (("--data=imagefolder",), "--data imagefolder needs --data-dir"),
         (("--data-dir=pictures",), "--data-dir pictures: --data digits has no folder"),
-        (("--data=cifar10", "--data-dir=pictures"), "CIFAR-10 is not there; --download"),
+        (
+            ("--data=cifar10", "--data-dir=pictures"),
+            "CIFAR-10 is not there, or not all of it; --download",
+        ),
         ((*FOLDER, "--batch-size=5000"), "--batch-size 5000: there are 48 training samples"),
         (("--check-data",), "--check-data: --data digits"),
     ],
