@@ -3,8 +3,8 @@
     python refs/sequence_lstm.py                                  # spoken vowels, seconds
     python refs/sequence_lstm.py --run-dir runs/mine --epochs 80  # again, to continue after a stop
 
-Shown here: batches padded to their longest sequence, with `pack_padded_sequence` and, several times
-as fast on a CPU, the same computation without packing; states read at the last valid step and
+Shown here: batches padded to their longest sequence, with `pack_padded_sequence` and, more than
+twice as fast on a CPU, the same computation without packing; states read at the last valid step and
 means over valid steps, so that padding changes nothing; micro-batches of unequal length; buckets.
 
 Result: 98.1 % ± 0.4 % of the 370 test utterances, 11 s ± 1 s from start to finish (mean and
