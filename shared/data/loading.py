@@ -92,7 +92,9 @@ class Loader(Generic[BatchT]):
         """
         self._sampler.epoch, self._sampler.start = epoch, start
         try:
-            yield from self._loader
+            with interruption.sigterm_blocked():  # workers inherit it, with every thread of theirs
+                batches = iter(self._loader)
+            yield from batches
         except UserError as error:
             # A worker's error arrives with its traceback as text; the last line is the message.
             line = str(error).strip().splitlines()[-1]
