@@ -364,18 +364,15 @@ class Run:
         Raises:
             UserError: batches are buckets of another size, or have become or ceased to be buckets.
         """
-        now = settings.as_dict(self.config)
-        if not saved["progress"]["samples"] or True not in (
-            now.get("bucket"),
-            saved["config"].get("bucket"),
-        ):
+        now, then = settings.as_dict(self.config), saved["config"]
+        has_buckets = now.get("bucket", False) or then.get("bucket", False)
+        if not has_buckets or not saved["progress"]["samples"]:
             return
         for name in ("bucket", "batch_size"):
-            then = saved["config"].get(name)
-            if then != now[name]:
+            if now.get(name) != then.get(name):
                 raise UserError(
-                    f"{settings.flag(name)} {now[name]}: {self.source} was written in the midst of "
-                    f"an epoch whose order was made for {then}; it can change where an epoch ends"
+                    f"{settings.flag(name)} {now.get(name)}: {self.source} is from the midst of an "
+                    f"epoch in the order of {then.get(name)}; it can change where one ends"
                 )
 
     def _tell_another_stream(self, saved: Mapping[str, Any]) -> None:

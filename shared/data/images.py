@@ -23,7 +23,7 @@ from shared.data.decoding import (
 )
 from shared.data.folders import Listing, list_parts, published
 from shared.data.image_files import SUFFIXES, decode, decoded_bytes
-from shared.data.loading import seed_sample
+from shared.data.loading import micro_batches, seed_sample
 from shared.data.sampling import SampleKey
 from shared.data.splits import PARTS, Splits, carve, check_labels, spread
 from shared.devices import move
@@ -47,8 +47,7 @@ class ImageBatch(NamedTuple):
 
     def split(self, parts: int) -> list["ImageBatch"]:
         """At most `parts` micro-batches, whose sizes differ by one at most; none is empty."""
-        chunks = (tensor.tensor_split(min(parts, self.samples)) for tensor in self)
-        return [ImageBatch(*micro) for micro in zip(*chunks, strict=True)]
+        return micro_batches(self, parts)
 
 
 class Normalization(NamedTuple):

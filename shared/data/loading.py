@@ -23,6 +23,20 @@ class Batch(Protocol):
 BatchT = TypeVar("BatchT", bound=Batch)
 
 
+BatchOfTensors = TypeVar("BatchOfTensors", bound=tuple[Tensor, ...])
+
+
+def micro_batches(batch: BatchOfTensors, parts: int) -> list[BatchOfTensors]:
+    """At most `parts` batches of nearly one size, none empty.
+
+    Args:
+        batch: a NamedTuple of tensors, whose first dimension are the samples.
+        parts: of it.
+    """
+    chunks = (tensor.tensor_split(min(parts, len(batch[0]))) for tensor in batch)
+    return [type(batch)(*micro) for micro in zip(*chunks, strict=True)]
+
+
 class BatchSource(Protocol):
     """A data set that is asked for all samples of a batch at once, which can be much cheaper."""
 

@@ -25,6 +25,7 @@ from shared.data.decoding import (
     usable_cores,
 )
 from shared.data.folders import Listing, list_parts, published, raise_all
+from shared.data.loading import micro_batches
 from shared.data.masking import Masking
 from shared.data.sampling import SampleKey
 from shared.data.splits import PARTS, Splits, check_labels, spread
@@ -57,10 +58,11 @@ class SequenceBatch(NamedTuple):
 
     def split(self, parts: int) -> list["SequenceBatch"]:
         """At most `parts` micro-batches of nearly one size, each as wide as its longest."""
-        chunks = (tensor.tensor_split(min(parts, self.samples)) for tensor in self)
-        micros = (SequenceBatch(*micro) for micro in zip(*chunks, strict=True))
+        micros = micro_batches(self, parts)
+        widths = [max(1, int(micro.lengths.max())) for micro in micros]
         return [
-            m._replace(sequences=m.sequences[:, : max(1, int(m.lengths.max()))]) for m in micros
+            micro._replace(sequences=micro.sequences[:, :width])
+            for micro, width in zip(micros, widths, strict=True)
         ]
 
 

@@ -251,7 +251,7 @@ def checkpoint_bytes(tmp_path_factory) -> bytes:
     return Checkpoints(tmp_path_factory.mktemp("whole")).save(1, small_state()).read_bytes()
 
 
-def load_bytes(folder: Path, data: bytes) -> str:
+def refusal_of(folder: Path, data: bytes) -> str:
     """Load a damaged file; it must be refused in a line that names it, and that is returned."""
     path = folder / "damaged.pt"
     path.write_bytes(data)
@@ -267,13 +267,13 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, checkpoint_bytes):
     for position in range(0, len(checkpoint_bytes), 3):
         damaged = bytearray(checkpoint_bytes)
         damaged[position] ^= 1 << (position % 8)
-        load_bytes(tmp_path, damaged)
+        assert refusal_of(tmp_path, damaged)
 
 
 def test_a_truncation_anywhere_is_found(tmp_path, checkpoint_bytes):
     whole = len(checkpoint_bytes)
     for size in [*range(4, whole - 200, 9), *range(whole - 200, whole)]:
-        said = load_bytes(tmp_path, checkpoint_bytes[:size])
+        said = refusal_of(tmp_path, checkpoint_bytes[:size])
         assert said.endswith("is truncated: its end is missing")
 
 
@@ -287,13 +287,13 @@ def test_overwritten_removed_or_inserted_bytes_are_found(tmp_path, checkpoint_by
     other = data.draw(st.binary(max_size=32) | st.just(bytes(end - begin)))
     damaged = checkpoint_bytes[:begin] + other + checkpoint_bytes[end:]
     if damaged != checkpoint_bytes:
-        load_bytes(tmp_path, damaged)
+        assert refusal_of(tmp_path, damaged)
 
 
 def test_a_flipped_bit_in_a_tensor_is_called_damage(tmp_path, checkpoint_bytes):
     damaged = bytearray(checkpoint_bytes)
     damaged[checkpoint_bytes.index(np.arange(6, dtype=np.float32).tobytes()) + 5] ^= 1
-    assert "is damaged" in load_bytes(tmp_path, damaged)
+    assert "is damaged" in refusal_of(tmp_path, damaged)
 
 
 def test_each_kind_of_wrong_file_is_told_apart(tmp_path):
