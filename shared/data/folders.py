@@ -1,6 +1,6 @@
 """Data sets that are folders on a disk: a folder for each class, with or without parts above."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -101,6 +101,15 @@ def list_classes(
         problems.append(f"{folder}: has no {' '.join(suffixes)} files")
     raise_all(problems)
     return Listing(paths, torch.tensor(labels), known)
+
+
+def with_places(listings: Mapping[str, Listing]) -> list[tuple[Listing, range]]:
+    """Each part in the order of `PARTS`, with the places of its files among those of all parts."""
+    parts, start = [], 0
+    for name in PARTS:
+        places = range(start, start := start + len(listings[name].paths))
+        parts.append((listings[name], places))
+    return parts
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from shared.data.decoding import (
     decode_all,
     usable_cores,
 )
-from shared.data.folders import Listing, list_parts, published
+from shared.data.folders import Listing, list_parts, published, with_places
 from shared.data.image_files import SUFFIXES, decode, decoded_bytes
 from shared.data.loading import micro_batches, seed_sample
 from shared.data.sampling import SampleKey
@@ -302,11 +302,13 @@ def _stay_as_they_are(images: Ragged, size: int | None) -> bool:
 
 def _split(images: Tensor | Sequence[Tensor], listings: Mapping[str, Listing]) -> Splits[ImageSet]:
     """Hand out images, which are in the order of the listings, to the parts."""
-    parts, start = [], 0
-    for name in PARTS:
-        listing = listings[name]
-        indices = torch.arange(start, start := start + len(listing.paths))
-        own = images[indices] if isinstance(images, Tensor) else Chosen(images, indices.tolist())
+    parts = []
+    for listing, places in with_places(listings):
+        own: Tensor | Sequence[Tensor]
+        if isinstance(images, Tensor):
+            own = images[places.start : places.stop]
+        else:
+            own = Chosen(images, places)
         parts.append(ImageSet(own, listing.labels, listing.classes))
     return Splits(*parts)
 

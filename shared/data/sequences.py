@@ -24,7 +24,7 @@ from shared.data.decoding import (
     decode_all,
     usable_cores,
 )
-from shared.data.folders import Listing, list_parts, published, raise_all
+from shared.data.folders import Listing, list_parts, published, raise_all, with_places
 from shared.data.loading import micro_batches
 from shared.data.masking import Masking
 from shared.data.sampling import SampleKey
@@ -250,8 +250,8 @@ class SequenceConfig(RunConfig):
     """truncate: keep the beginning. split: pieces, each a sample of its own, in every part."""
     bucket: bool = True
     """Make batches of sequences of like length, so that there is little padding."""
-    lengths: Literal["uniform", "geometric", "constant"] = "uniform"
-    """Lengths of synthetic sequences, from --shortest to --longest. geometric: most are short.
+    lengths: Literal["uniform", "loguniform", "constant"] = "uniform"
+    """Lengths of synthetic sequences, from --shortest to --longest. loguniform: most are short.
     constant: all are the longest."""
     shortest: int = 20
     """Frames of the shortest synthetic sequence."""
@@ -418,21 +418,11 @@ def _recordings(listings: Mapping[str, Listing], config: SequenceConfig) -> Spli
     recordings: Sequence[Tensor] = DecodedFiles(paths, decode)
     if fits:
         recordings = Ragged(decode_all(paths, decode, usable_cores()))
-        lengths = [len(recording) for recording in recordings]
-    parts, start = [], 0
-    for name in PARTS:
-        listing = listings[name]
-        own = range(start, start := start + len(listing.paths))
-        parts.append(
-            SequenceSet(
-                Chosen(recordings, own),
-                torch.tensor([lengths[index] for index in own]),
-                listing.labels,
-                listing.classes,
-                rate,
-                workers=0 if fits else usable_cores(),
-            )
-        )
+    workers = 0 if fits else usable_cores()
+    parts = []
+    for listing, places in with_places(listings):
+        own, steps = Chosen(recordings, places), torch.tensor([lengths[place] for place in places])
+        parts.append(SequenceSet(own, steps, listing.labels, listing.classes, rate, workers))
     return Splits(*parts)
 
 
@@ -497,7 +487,7 @@ def _draw_lengths(count: int, config: SequenceConfig, generator: torch.Generator
     if config.lengths == "constant":
         return torch.full((count,), config.longest)
     draws = torch.rand(count, generator=generator, dtype=torch.float64)
-    if config.lengths == "geometric":  # uniform in its logarithm
+    if config.lengths == "loguniform":
         steps = config.shortest * (config.longest / config.shortest) ** draws
     else:
         steps = config.shortest + draws * (config.longest + 1 - config.shortest)

@@ -94,7 +94,7 @@ def test_no_utterance_is_in_two_parts(vowels):
 # --------------------------------------------------------------------------------------- synthetic
 
 
-@pytest.mark.parametrize("lengths", ["uniform", "geometric", "constant"])
+@pytest.mark.parametrize("lengths", ["uniform", "loguniform", "constant"])
 def test_synthetic_lengths_are_distributed_as_asked_for(lengths):
     config = SequenceConfig(data="synthetic", lengths=lengths, shortest=10, longest=80)
     parts = load(config)
@@ -103,7 +103,7 @@ def test_synthetic_lengths_are_distributed_as_asked_for(lengths):
     shortest = 80 if lengths == "constant" else 10
     assert shortest == found.min()
     assert 78 <= found.max() <= 80
-    median = {"uniform": 45, "geometric": 28, "constant": 80}[lengths]
+    median = {"uniform": 45, "loguniform": 28, "constant": 80}[lengths]
     assert abs(found.double().median() - median) <= 3
     assert torch.equal(load(config).train.lengths, found)
 
