@@ -38,10 +38,9 @@ from shared.data.sequences import (
 )
 from shared.initialization import initialize
 from shared.metrics import Evaluation, Tally
-from shared.precision import autocast
+from shared.precision import UnscaledPrecision, autocast
 from shared.program import run_program
 from shared.runs import (
-    WEIGHTS_FILE,
     Run,
     StepResult,
     check_about,
@@ -51,7 +50,7 @@ from shared.runs import (
 )
 from shared.seeding import seed_step
 from shared.settings import LARGEST
-from shared.state_dicts import load_weights, migrate, save_weights
+from shared.state_dicts import load_weights, migrate
 from shared.training import Learner, TrainingConfig
 from shared.trials import dry_run, overfit, shorten
 
@@ -64,6 +63,8 @@ class Config(TrainingConfig, SequenceConfig):
 
     epochs: int = 40
     """Times that every training sample is used."""
+    precision: UnscaledPrecision = "fp32"
+    """fp32 is IEEE float32, also in convolutions; tf32 needs an NVIDIA GPU; bf16 is autocast."""
     batch_size: int = 32
     """Samples in an optimizer step."""
     optimizer: Literal["sgd", "adamw"] = "adamw"
@@ -258,12 +259,12 @@ def train_step(
         step: number of the step, which dropout and the like depend on.
     """
     optimizer.zero_grad()
-    loss_sum = torch.zeros((), device=batch.sequences.device)
-    correct = torch.zeros((), device=batch.sequences.device, dtype=torch.int64)
+    loss_sum = torch.zeros((), device=batch.inputs.device)
+    correct = torch.zeros((), device=batch.inputs.device, dtype=torch.int64)
     for micro_step, micro in enumerate(batch.split(config.accumulate)):
         seed_step(config.seed, step, micro_step)
-        with autocast(config.precision, batch.sequences.device):
-            logits = model(micro.sequences, micro.lengths)
+        with autocast(config.precision, batch.inputs.device):
+            logits = model(micro.inputs, micro.lengths)
             loss = F.cross_entropy(
                 logits, micro.labels, reduction="sum", label_smoothing=config.label_smoothing
             )
@@ -287,7 +288,7 @@ def train_one_epoch(
         step, lr = run.progress.step, learner.schedule.lr
         result = train_step(learner.model, learner.optimizer, inputs, config, step)
         learner.step_ended()
-        run.step_ended(result, batch.samples, lr)
+        run.step_ended(result, lr)
 
 
 @torch.no_grad()
@@ -296,11 +297,11 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss, without smoothing, and accuracies; in the precision that training has."""
     model.eval()
-    tally = Tally()
+    tally = Tally(prepare.device)
     for batch in loader.epoch():
         inputs = prepare(batch)
         with autocast(config.precision, prepare.device):
-            logits = model(inputs.sequences, inputs.lengths)
+            logits = model(inputs.inputs, inputs.lengths)
             loss = F.cross_entropy(logits, inputs.labels, reduction="sum")
         tally.add(loss, logits, inputs.labels)
     return tally.evaluation()
@@ -399,8 +400,7 @@ def train(config: Config) -> dict[str, Any]:
             run.epoch_ended(validation)
 
         # What is measured is what was exported: the file, read back.
-        save_weights(run.folder / WEIGHTS_FILE, learner.evaluated, about)
-        test = evaluate_file(run.folder / WEIGHTS_FILE, splits.test, config, run.device)
+        test = evaluate_file(run.export(), splits.test, config, run.device)
         return run.finish(test, splits.test.classes)
 
 

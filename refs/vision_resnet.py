@@ -30,10 +30,9 @@ from shared.data.sampling import balancing_weights, smallest_micro_batch
 from shared.errors import UserError
 from shared.initialization import initialize
 from shared.metrics import Evaluation, Tally
-from shared.precision import autocast
+from shared.precision import UnscaledPrecision, autocast
 from shared.program import run_program
 from shared.runs import (
-    WEIGHTS_FILE,
     Run,
     StepResult,
     check_about,
@@ -43,7 +42,7 @@ from shared.runs import (
 )
 from shared.seeding import seed_step
 from shared.settings import LARGEST
-from shared.state_dicts import load_weights, migrate, save_weights
+from shared.state_dicts import load_weights, migrate
 from shared.training import Learner, TrainingConfig
 from shared.trials import dry_run, overfit, shorten
 
@@ -56,6 +55,8 @@ class Config(TrainingConfig, ImageConfig):
 
     epochs: int = 12
     """Times that every training sample is used."""
+    precision: UnscaledPrecision = "fp32"
+    """fp32 is IEEE float32, also in convolutions; tf32 needs an NVIDIA GPU; bf16 is autocast."""
     stem: Literal["auto", "imagenet", "cifar"] = "auto"
     """First layers. imagenet: 7x7 with stride 2 and a pool; cifar: 3x3 that keeps small images.
     auto: cifar up to 64x64."""
@@ -151,12 +152,12 @@ def train_step(
         step: number of the step, which dropout and the like depend on.
     """
     optimizer.zero_grad()
-    loss_sum = torch.zeros((), device=batch.images.device)
-    correct = torch.zeros((), device=batch.images.device, dtype=torch.int64)
+    loss_sum = torch.zeros((), device=batch.inputs.device)
+    correct = torch.zeros((), device=batch.inputs.device, dtype=torch.int64)
     for micro_step, micro in enumerate(batch.split(config.accumulate)):
         seed_step(config.seed, step, micro_step)
-        with autocast(config.precision, batch.images.device):
-            logits = model(micro.images)
+        with autocast(config.precision, batch.inputs.device):
+            logits = model(micro.inputs)
             loss = F.cross_entropy(
                 logits, micro.labels, reduction="sum", label_smoothing=config.label_smoothing
             )
@@ -180,7 +181,7 @@ def train_one_epoch(
         step, lr = run.progress.step, learner.schedule.lr
         result = train_step(learner.model, learner.optimizer, inputs, config, step)
         learner.step_ended()
-        run.step_ended(result, batch.samples, lr)
+        run.step_ended(result, lr)
 
 
 @torch.no_grad()
@@ -189,11 +190,11 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss, without smoothing, and accuracies; in the precision that training has."""
     model.eval()
-    tally = Tally()
+    tally = Tally(prepare.device)
     for batch in loader.epoch():
         inputs = prepare(batch)
         with autocast(config.precision, prepare.device):
-            logits = model(inputs.images)
+            logits = model(inputs.inputs)
             loss = F.cross_entropy(logits, inputs.labels, reduction="sum")
         tally.add(loss, logits, inputs.labels)
     return tally.evaluation()
@@ -288,8 +289,7 @@ def train(config: Config) -> dict[str, Any]:
             run.epoch_ended(validation)
 
         # What is measured is what was exported: the file, read back.
-        save_weights(run.folder / WEIGHTS_FILE, learner.evaluated, about)
-        test = evaluate_file(run.folder / WEIGHTS_FILE, splits.test, config, run.device)
+        test = evaluate_file(run.export(), splits.test, config, run.device)
         return run.finish(test, splits.test.classes)
 
 

@@ -25,5 +25,9 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the work is saved
         return 128 + self.signum
 
 
+class Disconnected(Exception):  # noqa: N818 - the fault is another process's, which tells it
+    """Another process of the group has ended or does not answer: one line. Exit code 1."""
+
+
 class Diverged(Exception):  # noqa: N818 - an outcome of training, not a fault of the program
     """The loss or a gradient is no longer finite: one line that says where. Exit code 1."""

@@ -20,9 +20,14 @@ class Interruption:
     """While entered, the first SIGINT or SIGTERM is only noted; the loop asks and ends in order.
 
     A second one acts as it would have without this, for who cannot wait.
+
+    Args:
+        patient: ignore a second one too. Under torchrun a signal may come twice, from torchrun and
+            from whoever sent it to all; and torchrun kills those that take too long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patient: bool = False) -> None:
+        self._patient = patient
         self.signum: int | None = None
         """The signal that arrived, or None."""
         self._before: dict[int, signal.Handlers | object] = {}
@@ -42,7 +47,8 @@ class Interruption:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
-        self._restore()
+        if not self._patient:
+            self._restore()
 
     def _restore(self) -> None:
         while self._before:
@@ -50,13 +56,13 @@ class Interruption:
             signal.signal(signum, handler)  # type: ignore[arg-type]
 
 
-def die_with_parent() -> None:
-    """On Linux, end this process when the one that started it is killed: it would wait for ever.
+def end_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
+    """On Linux, get a signal when the process that started this one is killed: it would go on.
 
     Source: https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
     """
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
         parent = multiprocessing.parent_process()
         if parent is not None and os.getppid() != parent.pid:  # it went before it could be asked
             os._exit(1)

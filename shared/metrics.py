@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared.distributed import largest, total
 from shared.errors import Diverged
 
 
@@ -28,7 +29,8 @@ class Evaluation(NamedTuple):
 class Tally:
     """Counts over the batches of an evaluation, on the device: only the end waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._counts: tuple[Tensor, Tensor, Tensor] | None = None
         self._classes = 0
 
@@ -40,32 +42,35 @@ class Tally:
             logits: [B, C].
             labels: int64 [B].
         """
-        if self._counts is None:
-            self._classes = logits.shape[1]
-            zeros = torch.zeros(1 + self._classes**2, device=logits.device, dtype=torch.int64)
-            self._counts = torch.zeros((), device=logits.device), zeros[0], zeros[1:]
-        total, in_top5, confusion = self._counts
-        total += loss_sum
+        losses, in_top5, confusion = self._counts or self._zeros(logits.shape[1])
+        losses += loss_sum
         if self._classes > 5:
             top5 = logits.topk(5, dim=1).indices
             in_top5 += (top5 == labels[:, None]).sum()
         cells = labels * self._classes + logits.argmax(1)
         confusion += torch.bincount(cells, minlength=len(confusion))
 
+    def _zeros(self, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+        self._classes = classes
+        zeros = torch.zeros(1 + classes**2, device=self._device, dtype=torch.int64)
+        self._counts = torch.zeros((), device=self._device), zeros[0], zeros[1:]
+        return self._counts
+
     def evaluation(self) -> Evaluation:
-        """Read the counts; at least one batch was added.
+        """Read the counts of all processes; at least one batch was added in one of them.
 
         Raises:
             Diverged: the loss is not finite.
         """
-        assert self._counts is not None
-        total, in_top5, confusion = (count.cpu() for count in self._counts)
+        classes = largest(self._classes)  # a process without a batch has not seen any
+        own = self._counts or self._zeros(classes)
+        losses, in_top5, confusion = (total(count).cpu() for count in own)
         confusion = confusion.view(self._classes, self._classes)
         samples = int(confusion.sum())
-        if not math.isfinite(total):
-            raise Diverged(f"the loss of an evaluation is {total.item()}; a lower --lr may help")
+        if not math.isfinite(losses):
+            raise Diverged(f"the loss of an evaluation is {losses.item()}; a lower --lr may help")
         return Evaluation(
-            loss=total.item() / samples,
+            loss=losses.item() / samples,
             accuracy=int(confusion.diag().sum()) / samples,
             top5=in_top5.item() / samples if self._classes > 5 else None,
             confusion=confusion,

@@ -1,5 +1,6 @@
-"""The number formats of a run: float32 as IEEE defines it, TF32, or bfloat16 autocast."""
+"""The number formats of a run: float32 as IEEE defines it, TF32, bfloat16 or float16 autocast."""
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -7,7 +8,10 @@ import torch
 
 from shared.errors import UserError
 
-Precision = Literal["fp32", "tf32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+UnscaledPrecision = Literal["fp32", "tf32", "bf16"]
+"""Those that need no more of a training step than a context: the loss is not scaled."""
 
 
 def set_precision(precision: Precision, device: torch.device) -> None:
@@ -26,6 +30,14 @@ def set_precision(precision: Precision, device: torch.device) -> None:
         )
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has no bfloat16")
+    if precision == "fp16" and device.type not in ("cpu", "cuda", "xpu"):
+        raise UserError(f"--precision fp16: gradients cannot be scaled on {device}; try bf16")
+    if precision == "fp16" and device.type == "cpu" and not _computes_fp16():
+        print(
+            "warning: --precision fp16: this CPU has no float16 arithmetic, so it is tens of times "
+            "slower than bf16 or fp32",
+            file=sys.stderr,
+        )
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
@@ -34,9 +46,14 @@ def _has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which forward and loss run: bfloat16 where it is safe, or unchanged.
+def _computes_fp16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
-    bfloat16 has the range of float32, so it needs no scaling of the loss.
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which forward and loss run: half the bits where it is safe, or unchanged.
+
+    bfloat16 has the range of float32, so it needs no scaling of the loss; float16 does.
     """
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=precision in ("bf16", "fp16"))

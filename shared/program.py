@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from shared.errors import Diverged, Interrupted, UserError
+from shared.distributed import main_speaks_first, speaks_first
+from shared.errors import Disconnected, Diverged, Interrupted, UserError
 from shared.settings import ConfigT, parse
 
 PLACES_TO_MEND = (
@@ -46,9 +47,9 @@ def run_program(
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        result = main(
-            parse(config_class, sys.argv[1:] if argv is None else argv, prog, description)
-        )
+        with main_speaks_first():
+            arguments = sys.argv[1:] if argv is None else argv
+            result = main(parse(config_class, arguments, prog, description))
     except UserError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
@@ -66,7 +67,7 @@ def run_program(
             raise
         print(f"{prog}: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    except Diverged as error:
+    except (Diverged, Disconnected) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except Interrupted as error:
@@ -75,7 +76,8 @@ def run_program(
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
-    print(json.dumps(result, allow_nan=False))
+    if speaks_first():
+        print(json.dumps(result, allow_nan=False))
     return 0 if result.get("passed", True) else 1
 
 

@@ -80,9 +80,9 @@ class RunLog:
         sys.stdout.flush()
 
     def progress(
-        self, batches: Iterable[BatchT], done: int, total: int, title: str
+        self, batches: Iterable[BatchT], done: int, total: int, batch_size: int, title: str
     ) -> Iterator[BatchT]:
-        """Pass batches through; on a terminal, draw a bar that counts samples."""
+        """Pass batches through; on a terminal, draw a bar that counts samples of all processes."""
         from tqdm import tqdm
 
         with tqdm(
@@ -91,16 +91,39 @@ class RunLog:
         ) as self._bar:  # fmt: skip
             for batch in batches:
                 yield batch
-                self._bar.update(batch.samples)
+                self._bar.update(min(batch_size, total - self._bar.n))
         self._bar = None
 
-    def show(self, **values: float) -> None:
+    def show(self, **values: float | None) -> None:
         """Show values of the step beside the bar, or now and then as a line of their own."""
-        text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        text = ", ".join(f"{name} {v:.4g}" for name, v in values.items() if v is not None)
         if self._bar is not None and not self._bar.disable:
             self._bar.set_postfix_str(text)
         elif time.monotonic() - self._last_line >= PLAIN_LINE_EVERY:
             self.say(text)
+
+
+class SilentLog:
+    """The log of a process that is not the one that writes: nothing comes of it."""
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        """See `RunLog`, as with the others."""
+
+    def flushed_position(self) -> int:
+        """0, which nobody asks for."""
+        return 0
+
+    def say(self, line: str) -> None:
+        """Say nothing."""
+
+    def progress(
+        self, batches: Iterable[BatchT], done: int, total: int, batch_size: int, title: str
+    ) -> Iterable[BatchT]:
+        """The batches."""
+        return batches
+
+    def show(self, **values: float | None) -> None:
+        """Show nothing."""
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ A reference keeps its loop in plain sight and tells its run what happened: `step
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,17 +21,18 @@ import psutil
 import torch
 from torch import Tensor
 
-from shared import curves, environment, memory, runlog, seeding, settings
+from shared import curves, distributed, environment, memory, runlog, seeding, settings
 from shared.checkpoints import Checkpoints, load
 from shared.data.loading import BatchT, Loader
 from shared.devices import choose_device, keep_freed_memory
+from shared.distributed import Launch, is_joined, is_main, on_main
 from shared.errors import Diverged, Interrupted, UserError
 from shared.files import atomic_write
 from shared.interruption import Interruption
 from shared.metrics import Evaluation
 from shared.precision import set_precision
 from shared.profiling import STEPS, TRACE_FILE, WARM_UP, profiler
-from shared.state_dicts import read_weights
+from shared.state_dicts import read_weights, save_weights
 from shared.throughput import START, TrainingClock
 from shared.training import Learner
 
@@ -39,6 +41,9 @@ CHECKPOINTS = "checkpoints"
 
 WEIGHTS_FILE = "model.safetensors"
 """Name of the file in a run folder with the final weights."""
+
+PATIENCE = 20
+"""Steps in a row that may be skipped: each halves the loss scale, which begins at 2^16."""
 
 ENVIRONMENT_FILE = "environment.json"
 """Name of the file in a run folder that says on what machine, and with what versions, it ran."""
@@ -53,6 +58,8 @@ class StepResult(NamedTuple):
     """Of all parameters together, before clipping."""
     correct: Tensor
     """Samples of the batch that were classified correctly."""
+    skipped: bool = False
+    """Whether weights were left as they were, since gradients overflowed at the loss scale."""
 
 
 @dataclass
@@ -73,8 +80,22 @@ class Progress:
     """Accuracy and negated loss of the best validation so far."""
 
 
+class Found(NamedTuple):
+    """What the folder of a run holds at the start."""
+
+    folder: Path
+    saved: dict[str, Any] | None
+    """The checkpoint that the run continues from."""
+    source: Path
+    """The file that it was read from."""
+    result: dict[str, Any] | None
+    """What the run ended with, if it has nothing left to do."""
+
+
 class Run:
     """A run from start to end.
+
+    Of processes that train together all have one, and rank 0's alone reads and writes the folder.
 
     Making one sets up the process: seeds, threads, precision, allocator. Entering it opens the
     run folder and finds the checkpoint to continue from; `begin` starts the training.
@@ -91,44 +112,25 @@ class Run:
         self.config = config
         self.name = name
         self.device = set_up_process(config)
+        self.processes = distributed.world_size()
         self.progress = Progress()
         self.saved: dict[str, Any] | None = None
         """The checkpoint that this run continues from."""
-        self.source = Path()
-        """The file that it was read from."""
-        self.result: dict[str, Any] | None = None
-        """What the run in this folder ended with, if it has nothing left to do."""
+        self._left, self._size = 0, 0  # samples of the epoch that are left, and of the batch
+        self._skipped = 0
+        self._signum = 0
         self._unread: list[tuple[int, int, StepResult]] = []
         self._clock = TrainingClock()
         self._logged = START
         self._began = time.perf_counter()
         self._setup_seconds = 0.0
-        self._epoch_size = 0
         self._exits = ExitStack()
         self._profiler: torch.profiler.profile | None = None
 
     def __enter__(self) -> Self:
-        self.folder = _open_folder(self.config, self.name)
-        last = (runlog.read(self.folder) or [{}])[-1]  # before the claim, which reading ends
-        self._exits.enter_context(runlog.claimed(self.folder))
-        self._checkpoints = Checkpoints(
-            self.folder / CHECKPOINTS, self.config.keep_checkpoints, on_damage=print
-        )
-        self.saved = self._find_checkpoint()
-        if self.saved is None:
-            return self
-        self.progress = Progress(**self.saved["progress"])
-        if self.progress.epoch >= self.config.epochs and self.progress.samples:
-            raise UserError(
-                f"--epochs {self.config.epochs}: the run is already in the midst of "
-                f"epoch {self.progress.epoch + 1}"
-            )
-        if self.progress.epoch >= self.config.epochs and last.get("event") == "result":
-            self.result = last["result"]
-            print(f"{self.folder} is finished, and this was its result; more --epochs go on")
-        else:
-            print(f"continuing from {self.source}")
-            self._tell_another_stream(self.saved)
+        self.folder, self.saved, self.source, self.result = on_main(self._open)
+        if self.saved is not None:
+            self.progress = Progress(**self.saved["progress"])
         return self
 
     def __exit__(
@@ -138,6 +140,31 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._exits.__exit__(kind, error, trace)
+
+    def _open(self) -> Found:
+        """Open and claim the folder, and see what is in it."""
+        folder = _open_folder(self.config, self.name)
+        last = (runlog.read(folder) or [{}])[-1]  # before the claim, which reading ends
+        self._exits.enter_context(runlog.claimed(folder))
+        self._checkpoints = Checkpoints(
+            folder / CHECKPOINTS, self.config.keep_checkpoints, on_damage=print
+        )
+        saved, source = self._find_checkpoint(folder)
+        if saved is None:
+            return Found(folder, None, source, None)
+        progress = Progress(**saved["progress"])
+        is_done = progress.epoch >= self.config.epochs
+        if is_done and progress.samples:
+            raise UserError(
+                f"--epochs {self.config.epochs}: the run is already in the midst of "
+                f"epoch {progress.epoch + 1}"
+            )
+        if is_done and last.get("event") == "result":
+            print(f"{folder} is finished, and this was its result; more --epochs go on")
+            return Found(folder, saved, source, last["result"])
+        print(f"continuing from {source}")
+        self._tell_another_stream(saved)
+        return Found(folder, saved, source, None)
 
     def begin(self, learner: Learner, about: Mapping[str, Any]) -> None:
         """Everything is made and checked: bring back what was saved, and start training.
@@ -156,20 +183,17 @@ class Run:
             check_about(about, self.saved["about"], self.source)
             learner.load_state_dict(self.saved, self.source)
         self._learner, self._about = learner, about
-        position = 0 if self.saved is None else self.saved["log_position"]
-        self.log = self._exits.enter_context(
-            runlog.RunLog(self.folder, position, self.progress.step)
-        )
-        self._describe()
-        self._interruption = self._exits.enter_context(Interruption())
+        self.log = self._open_log() if is_main() else runlog.SilentLog()
+        self._interruption = self._exits.enter_context(Interruption(patient=is_joined()))
         parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self.log.say(
             f"{self.name}: {parameters:,} parameters on {self.device} in {self.config.precision}, "
-            f"{torch.get_num_threads()} threads; run folder {self.folder}"
+            + (f"{self.processes} processes of " if self.processes > 1 else "")
+            + f"{torch.get_num_threads()} threads; run folder {self.folder}"
         )
         self._setup_seconds = time.perf_counter() - self._began
         memory.reset_peak(self.device)
-        if self.config.profile:
+        if self.config.profile and is_main():
             self._profiler = self._exits.enter_context(profiler(self.folder))
 
     def batches(self, loader: Loader[BatchT]) -> Iterator[BatchT]:
@@ -177,13 +201,16 @@ class Run:
         at = self.progress
         title = f"epoch {at.epoch + 1}/{self.config.epochs}"
         batches = loader.epoch(at.epoch, at.samples)
-        self._epoch_size = loader.size
         with self._clock.running():
             waited_for = self._clock.waiting(batches)
-            yield from self.log.progress(waited_for, at.samples, loader.size, title)
+            sizes = at.samples, loader.size, loader.batch_size
+            for batch in self.log.progress(waited_for, *sizes, title):
+                self._left = loader.size - at.samples
+                self._size = min(loader.batch_size, self._left)
+                yield batch
             self._read_steps()  # waits for the device, so that the clock tells the truth
 
-    def step_ended(self, result: StepResult, samples: int, lr: float) -> None:
+    def step_ended(self, result: StepResult, lr: float) -> None:
         """Count a step. Log it, write a checkpoint or stop, as the settings and signals say.
 
         Raises:
@@ -192,15 +219,17 @@ class Run:
         """
         at = self.progress
         at.step += 1
-        at.samples += samples
-        self._clock.count(samples)
-        self._unread.append((at.step, samples, result))
+        at.samples += self._size
+        self._clock.count(self._size)
+        self._unread.append((at.step, self._size, result))
+        self._count_skipped(result)
         if self._profiler is not None:
             self._profiler.step()
         if at.step % self.config.log_every == 0:
             self._log_step(lr)
+        self._hear_signals()
         # At the end of an epoch the checkpoint waits for the validation.
-        is_last = at.samples == self._epoch_size and self._interruption.signum is None
+        is_last = self._size == self._left and not self._signum
         if self._is_due() and not is_last:
             self.save()
         self._stop_if_interrupted()
@@ -216,14 +245,21 @@ class Run:
         score = [validation.accuracy, -validation.loss]
         if score > at.best:
             at.best = score
-            if self.config.checkpoint_every > 0:
+            if self.config.checkpoint_every > 0 and is_main():
                 weights = self._learner.evaluated.state_dict()
                 self._checkpoints.save_best({"about": self._about, "model": weights})
+        self._hear_signals()
         due = self._is_due()
         self.progress = Progress(epoch=at.epoch + 1, step=at.step, best=at.best)
         if due or self.progress.epoch == self.config.epochs:
             self.save()
         self._stop_if_interrupted()
+
+    def export(self) -> Path:
+        """Write the final weights, which all can read then."""
+        path = self.folder / WEIGHTS_FILE
+        on_main(lambda: save_weights(path, self._learner.evaluated, self._about))
+        return path
 
     def finish(self, test: Evaluation, classes: Sequence[str]) -> dict[str, Any]:
         """Log the result, draw the pictures, and return what the program prints last.
@@ -232,6 +268,11 @@ class Run:
             test: of the final weights, on the part that nothing was chosen by.
             classes: their names.
         """
+        peak = distributed.largest(memory.peak_of_run(self.device) or 0) or None
+        self.result = on_main(lambda: self._finish(test, classes, peak))
+        return self.result
+
+    def _finish(self, test: Evaluation, classes: Sequence[str], peak: int | None) -> dict[str, Any]:
         self.log.event(
             "test",
             self.progress.step,
@@ -242,33 +283,37 @@ class Run:
         curves.draw_confusion(self.folder, test.confusion, classes)
         picture = curves.draw(self.folder, runlog.read(self.folder), str(self.folder))
         totals = self._clock.read()
-        self.result = {
+        result = {
             "run_dir": str(self.folder),
             **result_of(test),
             "seconds": time.time() - psutil.Process().create_time(),
             "setup_s": self._setup_seconds,
             **totals.rates(START),
-            "peak_memory_bytes": memory.peak_of_run(self.device),
+            "peak_memory_bytes": peak,
             "epochs": self.progress.epoch,
             "steps": self.progress.step,
+            "processes": self.processes,
         }
-        self.log.event("result", self.progress.step, result=self.result)
+        self.log.event("result", self.progress.step, result=result)
         if self.config.profile and not (self.folder / TRACE_FILE).exists():
             self.log.say(f"warning: --profile needs {WARM_UP + 1 + STEPS} steps, and got fewer")
         self.log.say(f"test: accuracy {test.accuracy:.2%}, loss {test.loss:.4f}; curves: {picture}")
-        return self.result
+        return result
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint of this moment. What is not finite is found before, never saved."""
         self._read_steps()
+        if not is_main():
+            return
         with self._clock.standing():
-            return self._checkpoints.save(
+            self._checkpoints.save(
                 self.progress.step,
                 {
                     "progress": asdict(self.progress),
                     "log_position": self.log.flushed_position(),
                     "config": settings.as_dict(self.config),
                     "threads": torch.get_num_threads(),
+                    "processes": self.processes,
                     "about": self._about,
                     **self._learner.state_dict(),
                 },
@@ -276,16 +321,36 @@ class Run:
 
     def _is_due(self) -> bool:
         every = self.config.checkpoint_every
-        return self._interruption.signum is not None or (
-            every > 0 and self.progress.step % every == 0
-        )
+        return bool(self._signum) or (every > 0 and self.progress.step % every == 0)
+
+    def _hear_signals(self) -> None:
+        """Agree with the other processes on whether a signal came: all stop at the same step."""
+        self._signum = distributed.largest(self._interruption.signum or 0)
 
     def _stop_if_interrupted(self) -> None:
-        if self._interruption.signum is not None:
+        if self._signum:
+            distributed.largest(0)  # waits for the checkpoint: torchrun ends all when one has ended
             raise Interrupted(
-                self._interruption.signum,
+                self._signum,
                 f"interrupted at step {self.progress.step}, which is saved; to continue: "
                 f"the same command with --run-dir {self.folder}",
+            )
+
+    def _count_skipped(self, result: StepResult) -> None:
+        """Log a step that was skipped.
+
+        Raises:
+            Diverged: there were too many in a row.
+        """
+        self._skipped = self._skipped + 1 if result.skipped else 0
+        step = self.progress.step
+        if result.skipped:
+            self.log.event("skipped", step)
+            self.log.say(f"step {step} is skipped: gradients overflowed; the loss scale is halved")
+        if self._skipped == PATIENCE:
+            raise Diverged(
+                f"{PATIENCE} steps in a row had gradients that are not finite, up to step {step}; "
+                "a lower --lr, a --clip-norm or --precision bf16 may help"
             )
 
     def _read_steps(self) -> None:
@@ -293,7 +358,7 @@ class Run:
         at = self.progress
         for step, samples, result in self._unread:
             for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-                if not math.isfinite(value):
+                if not math.isfinite(value) and not (result.skipped and value is result.grad_norm):
                     raise Diverged(
                         f"the {name} is {float(value)} at step {step} (epoch {at.epoch + 1}); "
                         f"checkpoints from before it are in {self.folder / CHECKPOINTS}; "
@@ -307,7 +372,8 @@ class Run:
         _, _, result = self._unread[-1]
         self._read_steps()
         now = self._clock.read()
-        values = {"loss": float(result.loss), "lr": lr, "grad_norm": float(result.grad_norm)}
+        grad_norm = None if result.skipped else float(result.grad_norm)
+        values = {"loss": float(result.loss), "lr": lr, "grad_norm": grad_norm}
         self.log.event(
             "step",
             self.progress.step,
@@ -341,24 +407,24 @@ class Run:
             + (f"; {speed:,.0f} samples/s, {rates['data_wait']:.1%} waiting" if speed else "")
         )
 
-    def _find_checkpoint(self) -> dict[str, Any] | None:
-        """The checkpoint to continue from, as the settings say."""
+    def _find_checkpoint(self, folder: Path) -> tuple[dict[str, Any] | None, Path]:
+        """The checkpoint to continue from, as the settings say, and its file."""
         found = self._checkpoints.newest()
         resume = self.config.resume
         # The same command again finds what the run has saved since it was started from a file.
-        if isinstance(resume, Path) and (found is None or _is_in(resume, self.folder)):
+        if isinstance(resume, Path) and (found is None or _is_in(resume, folder)):
             found = resume, load(resume)
         if found is None:
-            return None
-        self.source, saved = found
+            return None, Path()
+        source, saved = found
         if resume == "never":
-            raise UserError(f"--resume never: {self.source} is of a run that was begun before")
+            raise UserError(f"--resume never: {source} is of a run that was begun before")
         if not {"progress", "log_position", "config", "threads", "about"} <= saved.keys():
-            raise UserError(f"{self.source}: holds weights alone, so no run can continue from it")
-        self._check_position(saved)
-        return saved
+            raise UserError(f"{source}: holds weights alone, so no run can continue from it")
+        self._check_position(saved, source)
+        return saved, source
 
-    def _check_position(self, saved: Mapping[str, Any]) -> None:
+    def _check_position(self, saved: Mapping[str, Any], source: Path) -> None:
         """Refuse another order in the midst of an epoch, where a position would mean other samples.
 
         Raises:
@@ -371,27 +437,34 @@ class Run:
         for name in ("bucket", "batch_size"):
             if now.get(name) != then.get(name):
                 raise UserError(
-                    f"{settings.flag(name)} {now.get(name)}: {self.source} is from the midst of an "
+                    f"{settings.flag(name)} {now.get(name)}: {source} is from the midst of an "
                     f"epoch in the order of {then.get(name)}; it can change where one ends"
                 )
 
     def _tell_another_stream(self, saved: Mapping[str, Any]) -> None:
         """Warn of settings with which what comes now is not what would have come."""
-        for name, now in (
-            ("seed", self.config.seed),
-            ("batch_size", settings.as_dict(self.config).get("batch_size")),
-            ("threads", torch.get_num_threads()),
-        ):
-            then = saved["threads"] if name == "threads" else saved["config"].get(name)
+        now_and_then = {
+            "seed": (self.config.seed, saved["config"].get("seed")),
+            "batch_size": (
+                settings.as_dict(self.config).get("batch_size"), saved["config"].get("batch_size")
+            ),
+            "threads": (torch.get_num_threads(), saved["threads"]),
+            "processes": (self.processes, saved.get("processes", 1)),
+        }  # fmt: skip
+        for name, (now, then) in now_and_then.items():
+            changed = "another stream" if name in ("seed", "batch_size") else "other roundings"
             if then != now:
-                print(f"warning: {name} was {then} and is {now}: from here on another stream")
+                print(f"warning: {name} was {then} and is {now}: from here on {changed}")
 
-    def _describe(self) -> None:
-        """Write down with what, and on what, this run is made."""
+    def _open_log(self) -> runlog.RunLog:
+        """Open the log where the run stands; write down with what, and on what, it is made."""
+        position = 0 if self.saved is None else self.saved["log_position"]
+        log = self._exits.enter_context(runlog.RunLog(self.folder, position, self.progress.step))
         settings.write_file(self.folder / settings.CONFIG_FILE, self.config)
         where = {"machine": environment.machine(), "subject": environment.subject()}
         with atomic_write(self.folder / ENVIRONMENT_FILE) as file:
             file.write(json.dumps(where, indent=2, allow_nan=False).encode())
+        return log
 
 
 def result_of(test: Evaluation) -> dict[str, float]:
@@ -404,8 +477,14 @@ def set_up_process(config: settings.RunConfig) -> torch.device:
     """Do what acts on the whole process, before the first tensor is made; return the device.
 
     Raises:
-        UserError: this machine lacks the device or the precision.
+        UserError: this machine lacks the device or the precision, or torchrun has started several
+            processes of a script that is one.
     """
+    if Launch.of(os.environ).world_size > 1 and not is_joined():
+        raise UserError(
+            f"{Path(sys.argv[0]).name} is one process; several are for "
+            "refs/vision_resnet_distributed.py"
+        )
     device = choose_device(config.device)
     if device.type == "cpu" and config.keep_freed_memory:
         keep_freed_memory()
@@ -418,7 +497,8 @@ def set_up_process(config: settings.RunConfig) -> torch.device:
 
 
 def _open_folder(config: settings.RunConfig, name: str) -> Path:
-    folder = config.run_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    started = distributed.run_name(os.environ) or f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = config.run_dir or Path("runs") / f"{name}-{started}"
     of_run = settings.read_file(folder / settings.CONFIG_FILE, missing_ok=True)
     if of_run and config.resume == "never":
         raise UserError(f"--resume never: {folder} holds a run already; name another --run-dir")
@@ -445,14 +525,17 @@ def read_trained(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         UserError: the file is not there, is damaged, or was not written by a reference.
     """
-    if path.suffix == ".safetensors":
-        weights, about = read_weights(path)
-    else:
-        saved = load(path)
-        weights, about = (saved.get("ema") or saved).get("model", {}), saved.get("about", {})
+    weights, about = on_main(lambda: _read_file(path))
     if not weights or not isinstance(about, dict) or not {"model", "classes"} <= about.keys():
         raise UserError(f"{path}: not written by a reference: it says nothing about its weights")
     return weights, about
+
+
+def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if path.suffix == ".safetensors":
+        return read_weights(path)
+    saved = load(path)
+    return (saved.get("ema") or saved).get("model", {}), saved.get("about", {})
 
 
 def check_about(now: Mapping[str, Any], then: Mapping[str, Any], source: Path | str) -> None:

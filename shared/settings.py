@@ -45,7 +45,8 @@ class RunConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps, xpu."""
     precision: Precision = "fp32"
-    """fp32 is IEEE float32, also in convolutions; tf32 needs an NVIDIA GPU; bf16 is autocast."""
+    """fp32 is IEEE float32, also in convolutions; tf32 needs an NVIDIA GPU; bf16 and fp16 are
+    autocast, fp16 with a scaled loss."""
     compile: bool = False
     """Compile the model with torch.compile, for static shapes."""
     deterministic: bool = False

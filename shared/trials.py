@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shared.data.sampling import smallest_micro_batch
 from shared.data.splits import PartT, Splits, spread
+from shared.distributed import world_size
 from shared.errors import UserError
 from shared.settings import ConfigT
 from shared.training import TrainingConfig
@@ -23,15 +25,21 @@ def shorten(splits: Splits[PartT], config: TrainingConfig) -> Splits[PartT]:
     """What of the data a short run takes: some of each part, or one batch for all; else all.
 
     Raises:
-        UserError: the training part does not fill a single batch.
+        UserError: the training part does not fill a single batch, or the last batch has not a
+            sample for each process.
     """
     size = len(splits.train)
     if config.batch_size > size:
         raise UserError(f"--batch-size {config.batch_size}: there are {size} training samples")
     if config.dry_run:
-        return splits.spread(DRY_RUN_SAMPLES)
+        splits = splits.spread(DRY_RUN_SAMPLES)
     if config.overfit_batch:
-        return Splits(*[spread(splits.train, config.batch_size)] * 3)
+        splits = Splits(*[spread(splits.train, config.batch_size)] * 3)
+    if not smallest_micro_batch(len(splits.train), config.batch_size, config.accumulate):
+        raise UserError(
+            f"--batch-size {config.batch_size}: the smallest batch of {len(splits.train)} samples "
+            f"has less than one for each of {world_size()} processes; choose another"
+        )
     return splits
 
 

@@ -139,7 +139,7 @@ def _mapped(
 
 
 def _start_child() -> None:
-    interruption.die_with_parent()
+    interruption.end_with_parent()
     # With more threads, what a process of several threads has forked may wait for them for ever.
     torch.set_num_threads(1)
 

@@ -27,6 +27,7 @@ from shared.data.loading import micro_batches, seed_sample
 from shared.data.sampling import SampleKey
 from shared.data.splits import PARTS, Splits, carve, check_labels, spread
 from shared.devices import move
+from shared.distributed import main_goes_first
 from shared.settings import LARGEST, RunConfig
 
 SMALL = 64
@@ -34,9 +35,12 @@ SMALL = 64
 
 
 class ImageBatch(NamedTuple):
-    """Images uint8 [B, C, H, W], labels int64 [B], and their indices in the set, int64 [B]."""
+    """Images uint8 [B, C, H, W], labels int64 [B], and their indices in the set, int64 [B].
 
-    images: Tensor
+    When they are prepared, images are float.
+    """
+
+    inputs: Tensor
     labels: Tensor
     indices: Tensor
 
@@ -114,7 +118,7 @@ class ImageSet:
         if self.transform is None:
             assert isinstance(self.images, Tensor)
             return self.images.shape[1:]
-        return self.__getitems__([SampleKey(0, 0)]).images.shape[1:]
+        return self.__getitems__([SampleKey(0, 0)]).inputs.shape[1:]
 
     def subset(self, indices: Tensor) -> Self:
         """The samples at `indices`, int64 [n], in that order."""
@@ -165,10 +169,10 @@ class Preparation:
         """
         own_rows = {name: column[batch.indices] for name, column in (rows or {}).items()}
         batch = move(batch, self.device)
-        inputs = self.normalization(augment(batch.images, own_rows))
+        inputs = self.normalization(augment(batch.inputs, own_rows))
         if self.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return batch._replace(images=inputs)
+        return batch._replace(inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -319,7 +323,7 @@ def _cifar10(config: ImageConfig) -> Splits[ImageSet]:
 
     parts = []
     for train in (True, False):
-        with published("CIFAR-10", config.data_dir, config.download):
+        with main_goes_first(), published("CIFAR-10", config.data_dir, config.download):
             part = CIFAR10(str(config.data_dir), train=train, download=config.download)
         images = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
         parts.append(ImageSet(images, torch.tensor(part.targets), tuple(part.classes)))

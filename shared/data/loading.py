@@ -49,7 +49,8 @@ class Loader(Generic[BatchT]):
 
     Args:
         dataset: gives the samples of a list of keys, or the batch itself.
-        batch_size: samples in a batch; the last one of an epoch may be smaller.
+        batch_size: samples in a batch, over all processes, each of which gets its share; the last
+            one of an epoch may be smaller.
         seed: of the run; the order of an epoch is a function of (seed, epoch).
         shuffle: False gives the order of the set, or that of the lengths if there are any.
         workers: processes that make batches ahead; 0 makes them in this process, when asked.
@@ -74,6 +75,7 @@ class Loader(Generic[BatchT]):
     ) -> None:
         self.size = len(dataset)
         """Samples in an epoch."""
+        self.batch_size = batch_size
         self._sampler = BatchSampler(self.size, batch_size, seed, shuffle, weights, lengths)
         self._loader: DataLoader[BatchT] = DataLoader(
             dataset,  # type: ignore[arg-type]

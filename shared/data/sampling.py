@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from shared import seeding
+from shared.distributed import rank, world_size
 
 POOL = 64
 """Batches among which sequences are sorted by length."""
@@ -88,26 +89,31 @@ def balancing_weights(labels: Tensor) -> Tensor:
 
 
 def smallest_micro_batch(size: int, batch_size: int, accumulate: int) -> int:
-    """Samples in the smallest micro-batch of an epoch.
+    """Samples in the smallest micro-batch of an epoch; 0 if there are more processes than samples.
 
     Args:
         size: of the set.
         batch_size: samples in a batch; the last one holds what is left.
-        accumulate: micro-batches that a batch is split into, as evenly as can be.
+        accumulate: micro-batches that a process's share of a batch is split into, as evenly as
+            can be.
     """
     batches = {min(batch_size, size), size % batch_size or batch_size}
-    return min(batch // min(accumulate, batch) for batch in batches)
+    share = min(batches) // world_size()
+    return share // min(accumulate, share) if share else 0
 
 
 class BatchSampler(Sampler[list[SampleKey]]):
-    """The batches of an epoch, from a position on.
+    """The batches of an epoch, from a position on; of each, this process's share.
+
+    Batches are the same ones whatever the number of processes, which cut them as evenly as can be.
+    A process that gets nothing of a batch passes over it.
 
     It runs in the main process and hands workers the keys, so that workers that outlive an epoch
     see the new order too (pytorch#31771). The last batch holds what is left.
 
     Args:
         size: number of samples in the set.
-        batch_size: samples in a batch.
+        batch_size: samples in a batch, over all processes.
         seed: of the run.
         shuffle: False gives the order of the set, or that of the lengths if there are any.
         weights: of the samples, float [size], to draw them with replacement.
@@ -154,4 +160,6 @@ class BatchSampler(Sampler[list[SampleKey]]):
         if self.start >= self.size:  # split would give one empty batch
             return
         for batch in torch.split(order[self.start :], self.batch_size):
-            yield [SampleKey(self.epoch, sample) for sample in batch.tolist()]
+            share = batch.tensor_split(world_size())[rank()]
+            if len(share):
+                yield [SampleKey(self.epoch, sample) for sample in share.tolist()]

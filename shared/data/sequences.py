@@ -30,6 +30,7 @@ from shared.data.masking import Masking
 from shared.data.sampling import SampleKey
 from shared.data.splits import PARTS, Splits, check_labels, spread
 from shared.devices import move
+from shared.distributed import main_goes_first
 from shared.errors import UserError
 from shared.settings import LARGEST, RunConfig
 
@@ -43,7 +44,7 @@ LONG = 8
 class SequenceBatch(NamedTuple):
     """Padded sequences, float [B, T, F] frames or [B, T] samples of waveforms; the padding is 0."""
 
-    sequences: Tensor
+    inputs: Tensor
     lengths: Tensor
     """Of each sequence without its padding, int64 [B], on the CPU."""
     labels: Tensor
@@ -61,7 +62,7 @@ class SequenceBatch(NamedTuple):
         micros = micro_batches(self, parts)
         widths = [max(1, int(micro.lengths.max())) for micro in micros]
         return [
-            micro._replace(sequences=micro.sequences[:, :width])
+            micro._replace(inputs=micro.inputs[:, :width])
             for micro, width in zip(micros, widths, strict=True)
         ]
 
@@ -207,14 +208,14 @@ class Preparation:
         """
         rows = {name: column[batch.indices] for name, column in (rows or {}).items()}
         batch, rows = move((batch, rows), self.device)
-        inputs, lengths = batch.sequences, batch.lengths
+        inputs, lengths = batch.inputs, batch.lengths
         if self.features is not None:
             inputs, lengths = self.features(inputs), self.features.lengths(lengths)
         inputs = self.normalization(inputs)
         ends = lengths.to(inputs.device)
         padding = torch.arange(inputs.shape[1], device=inputs.device) >= ends[:, None]
         hidden = padding[:, :, None] | self.masking.hidden(ends, inputs.shape, rows)
-        return batch._replace(sequences=inputs.masked_fill(hidden, 0.0), lengths=lengths)
+        return batch._replace(inputs=inputs.masked_fill(hidden, 0.0), lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -441,7 +442,7 @@ def _speechcommands(config: SequenceConfig) -> dict[str, Listing]:
     root, folder, fetch = Path(str(config.data_dir)), "SpeechCommands", config.download
     files_of: dict[str, list[Path]] = {}
     for name, subset in zip(PARTS, ("training", "validation", "testing"), strict=True):
-        with published("Speech Commands", root, fetch):
+        with main_goes_first(), published("Speech Commands", root, fetch):
             if fetch:
                 root.mkdir(parents=True, exist_ok=True)
             part = SPEECHCOMMANDS(root, folder_in_archive=folder, download=fetch, subset=subset)

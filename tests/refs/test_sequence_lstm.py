@@ -84,7 +84,7 @@ def test_packed_and_masked_are_the_same(
     for run in (run_packed, run_masked):
         lstms = stack_of(layers, bidirectional, bias, dtype)
         batch = batch_of(lengths, dtype=dtype)
-        inputs = batch.sequences.requires_grad_()
+        inputs = batch.inputs.requires_grad_()
         firsts = []
         for _ in range(layers):
             first = torch.randn(
@@ -117,7 +117,7 @@ def test_what_padding_holds_reaches_neither_states_nor_gradients(pad):
     found = []
     for value in (0.0, pad):
         batch = batch_of([3, 1, 5], dtype=torch.float64, pad=value, wider=2)
-        outputs, (hidden, cell) = run_masked(lstm, batch.sequences, batch.lengths)
+        outputs, (hidden, cell) = run_masked(lstm, batch.inputs, batch.lengths)
         loss = outputs.square().sum() + hidden.sum() + cell.sum()
         found.append([outputs, hidden, cell, *torch.autograd.grad(loss, list(lstm.parameters()))])
     for clean, padded in zip(*found, strict=True):
@@ -131,14 +131,14 @@ def test_an_empty_sequence_keeps_its_state_and_puts_out_zeros(run, bidirectional
     batch = batch_of([4, 0, 2])
     state = tuple(torch.randn(1 + bidirectional, 3, 3) for _ in range(2))
     for first in (None, state):
-        outputs, (hidden, cell) = run(lstm, batch.sequences, batch.lengths, first)
+        outputs, (hidden, cell) = run(lstm, batch.inputs, batch.lengths, first)
         zeros = torch.zeros_like(hidden)
         before = (zeros, zeros) if first is None else first
         assert torch.equal(hidden[:, 1], before[0][:, 1])
         assert torch.equal(cell[:, 1], before[1][:, 1])
         assert not outputs[1].any()
         own = None if first is None else (first[0][:, :1], first[1][:, :1])
-        expected, (last, last_cell) = run(lstm, batch.sequences[:1], torch.tensor([4]), own)
+        expected, (last, last_cell) = run(lstm, batch.inputs[:1], torch.tensor([4]), own)
         torch.testing.assert_close(outputs[:1], expected)
         torch.testing.assert_close(hidden[:, :1], last)
         torch.testing.assert_close(cell[:, :1], last_cell)
@@ -153,7 +153,7 @@ def test_padding_and_the_rest_of_the_batch_change_nothing(varlen, pooling):
     lengths = [3, 9, 1, 6]
 
     def run(batch):
-        logits = model(batch.sequences, batch.lengths)
+        logits = model(batch.inputs, batch.lengths)
         loss = F.cross_entropy(logits[:3], batch.labels[:3], reduction="sum")
         return logits[:3], torch.autograd.grad(loss, list(model.parameters()))
 
@@ -165,7 +165,7 @@ def test_padding_and_the_rest_of_the_batch_change_nothing(varlen, pooling):
         for one, other in zip(gradients, other_gradients, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-13)
     alone = [
-        model(batch.sequences[row : row + 1, :length], batch.lengths[row : row + 1])
+        model(batch.inputs[row : row + 1, :length], batch.lengths[row : row + 1])
         for batch in [batch_of(lengths, dtype=torch.float64)]
         for row, length in enumerate(lengths[:3])
     ]
@@ -178,7 +178,7 @@ def test_an_empty_sequence_in_a_batch_gives_finite_logits_and_gradients():
             model = SequenceLSTM(9, 5, hidden=4, layers=2, pooling=pooling, varlen=varlen)
             for lengths, wider in (([2, 0, 5], 0), ([0, 0], 1)):
                 batch = batch_of(lengths, wider=wider)
-                logits = model(batch.sequences, batch.lengths)
+                logits = model(batch.inputs, batch.lengths)
                 assert logits.isfinite().all()
                 logits.sum().backward()
                 assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -188,7 +188,7 @@ def test_outputs_are_as_wide_as_the_inputs_when_all_sequences_are_short():
     (lstm,) = stack_of(1, True, True, torch.float32)
     batch = batch_of([2, 3], wider=5)
     for run in (run_packed, run_masked):
-        outputs, _ = run(lstm, batch.sequences, batch.lengths)
+        outputs, _ = run(lstm, batch.inputs, batch.lengths)
         assert outputs.shape == (2, 8, 6)
 
 
@@ -228,7 +228,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(lengths, parts, smoo
     model = SequenceLSTM(9, 5, hidden=4, layers=2).double()
     batch = batch_of(lengths, dtype=torch.float64)
     whole = F.cross_entropy(
-        model(batch.sequences, batch.lengths), batch.labels, label_smoothing=smoothing
+        model(batch.inputs, batch.lengths), batch.labels, label_smoothing=smoothing
     )
     gradients = torch.autograd.grad(whole, list(model.parameters()))
     size = len(lengths)
@@ -384,7 +384,7 @@ def test_packed_and_masked_are_the_same_on_an_accelerator():
     for run in (run_packed, run_masked):
         (lstm,) = stack_of(1, True, True, torch.float32).to(device)
         batch = batch_of([7, 2, 5])
-        inputs = batch.sequences.to(device).requires_grad_()
+        inputs = batch.inputs.to(device).requires_grad_()
         outputs, (hidden, cell) = run(lstm, inputs, batch.lengths)
         loss = outputs.square().sum() + hidden.sum() + cell.sum()
         found.append(

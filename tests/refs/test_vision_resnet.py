@@ -124,7 +124,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(size, parts, smoothi
     torch.manual_seed(0)
     model = without_batch_norm(ResNet(10, stem="cifar", width=2)).double()
     batch = batch_of(size, side=8, dtype=torch.float64)
-    whole = F.cross_entropy(model(batch.images), batch.labels, label_smoothing=smoothing)
+    whole = F.cross_entropy(model(batch.inputs), batch.labels, label_smoothing=smoothing)
     gradients = torch.autograd.grad(whole, list(model.parameters()))
     config = Config(accumulate=min(parts, size), batch_size=size, label_smoothing=smoothing)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -219,9 +219,9 @@ def test_inputs_are_normalized_and_in_the_memory_format_that_was_asked_for(confi
     part = images.load(Config(data="synthetic")).train
     batch = part.__getitems__([images.SampleKey(0, i) for i in range(500)])
     inputs = preparation(part, replace(config, channels_last=True))(batch)
-    assert inputs.images.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(inputs.images.mean((0, 2, 3)), torch.zeros(3), atol=0.02, rtol=0)
-    torch.testing.assert_close(inputs.images.std((0, 2, 3)), torch.ones(3), atol=0.02, rtol=0)
+    assert inputs.inputs.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(inputs.inputs.mean((0, 2, 3)), torch.zeros(3), atol=0.02, rtol=0)
+    torch.testing.assert_close(inputs.inputs.std((0, 2, 3)), torch.ones(3), atol=0.02, rtol=0)
 
 
 def test_no_decay_on_norms_and_biases(config):

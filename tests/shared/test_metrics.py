@@ -8,7 +8,7 @@ from shared.metrics import Tally
 
 
 def tallied(logits, labels, batch_size):
-    tally = Tally()
+    tally = Tally(torch.device("cpu"))
     for part, own in zip(logits.split(batch_size), labels.split(batch_size), strict=True):
         tally.add(F.cross_entropy(part, own, reduction="sum"), part, own)
     return tally.evaluation()

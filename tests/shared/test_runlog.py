@@ -140,12 +140,12 @@ def test_tensorboard_shows_numbers_and_forgets_later_steps(tmp_path):
 
 def test_progress_passes_batches_through(log):
     given = batches(4, 4, 2)
-    assert list(log.progress(iter(given), 0, 10, "epoch 1/2")) == given
+    assert list(log.progress(iter(given), 0, 10, 4, "epoch 1/2")) == given
 
 
 def test_a_bar_starts_where_the_epoch_does_and_counts_samples(log, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    for _ in log.progress(batches(4, 2), 4, 10, "epoch 1/2"):
+    for _ in log.progress(batches(4, 2), 4, 10, 4, "epoch 1/2"):
         log.show(loss=0.123456, lr=0.1)
     assert "epoch 1/2:  40%" in terminal.getvalue()
     assert "4/10" in terminal.getvalue()
@@ -155,7 +155,7 @@ def test_a_bar_starts_where_the_epoch_does_and_counts_samples(log, monkeypatch):
 
 def test_lines_are_printed_above_the_bar(log, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    progress = log.progress(batches(4, 4), 0, 8, "epoch 1/2")
+    progress = log.progress(batches(4, 4), 0, 8, 4, "epoch 1/2")
     next(progress)
     before = len(terminal.getvalue())
     log.say("a line")
@@ -167,7 +167,7 @@ def test_lines_are_printed_above_the_bar(log, monkeypatch, capsys):
 
 def test_a_bar_that_was_left_early_is_gone(log, monkeypatch, now, capsys):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    progress = log.progress(batches(4, 4), 0, 8, "epoch 1/2")
+    progress = log.progress(batches(4, 4), 0, 8, 4, "epoch 1/2")
     next(progress)
     progress.close()
     screen = terminal.getvalue()
@@ -179,7 +179,7 @@ def test_a_bar_that_was_left_early_is_gone(log, monkeypatch, now, capsys):
 
 def test_without_a_terminal_values_are_a_line_now_and_then(tmp_path, now, capsys):
     with RunLog(tmp_path) as log:
-        for _ in log.progress(batches(*[1] * 10), 0, 10, "epoch 1/2"):
+        for _ in log.progress(batches(*[1] * 10), 0, 10, 1, "epoch 1/2"):
             now.seconds += PLAIN_LINE_EVERY / 4
             log.show(step=now.seconds)
     out, err = capsys.readouterr()
@@ -193,6 +193,6 @@ def test_a_line_is_there_at_once_also_in_a_file(log, monkeypatch):
     monkeypatch.setattr(sys, "stdout", file)
     log.say("before")
     assert file.flushed == "before\n"
-    for _ in log.progress(batches(1), 0, 1, "epoch 1/2"):
+    for _ in log.progress(batches(1), 0, 1, 1, "epoch 1/2"):
         log.say("within")
     assert file.flushed == "before\nwithin\n"

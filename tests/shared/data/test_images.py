@@ -122,14 +122,14 @@ def test_a_batch_has_the_samples_that_were_asked_for():
     part = random_set()
     batch = part.__getitems__(keys(4, 0, 4))
     assert batch.samples == 3
-    assert torch.equal(batch.images, part.images[[4, 0, 4]])
+    assert torch.equal(batch.inputs, part.images[[4, 0, 4]])
     assert batch.labels.tolist() == batch.indices.tolist() == [4, 0, 4]
 
 
 def test_a_transform_is_applied_to_each_image():
     part = random_set()
     flipped = replace(part, transform=lambda image: image.flip(-1))
-    assert torch.equal(flipped.__getitems__(keys(2, 1)).images, part.images[[2, 1]].flip(-1))
+    assert torch.equal(flipped.__getitems__(keys(2, 1)).inputs, part.images[[2, 1]].flip(-1))
 
 
 def test_a_subset_keeps_all_but_the_samples():

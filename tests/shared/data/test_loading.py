@@ -61,7 +61,7 @@ def draws(loader: Loader, *epochs: int) -> Tensor:
         batches = list(loader.epoch(epoch))
         indices = torch.cat([batch.indices for batch in batches])
         assert sorted(indices.tolist()) == list(range(loader.size)), "every sample once"
-        rows.append(torch.cat([batch.images for batch in batches])[indices.argsort(), :, 0, 0])
+        rows.append(torch.cat([batch.inputs for batch in batches])[indices.argsort(), :, 0, 0])
     return torch.stack(rows)
 
 
@@ -125,8 +125,8 @@ def test_a_transform_depends_on_seed_and_epoch_and_not_on_the_batch():
 
 def test_a_continued_epoch_draws_what_the_whole_one_did():
     loader = Loader(noisy(), BATCH, shuffle=True)
-    whole = torch.cat([batch.images for batch in loader.epoch(2)])
-    rest = torch.cat([batch.images for batch in loader.epoch(2, start=7)])
+    whole = torch.cat([batch.inputs for batch in loader.epoch(2)])
+    rest = torch.cat([batch.inputs for batch in loader.epoch(2, start=7)])
     assert torch.equal(rest, whole[7:])
 
 
@@ -195,7 +195,7 @@ def transform(image):
 images = torch.arange(64, dtype=torch.uint8).view(64, 1, 1, 1)
 loader = Loader(ImageSet(images, torch.zeros(64), ("a",), transform), 1, workers=1)
 for batch in loader.epoch():
-    print(batch.images.item())
+    print(batch.inputs.item())
 """
 
 

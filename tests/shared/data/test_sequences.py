@@ -114,10 +114,10 @@ def test_synthetic_lengths_are_distributed_as_asked_for(lengths):
 def test_a_batch_is_padded_with_zeros_and_knows_its_lengths():
     part = random_set(3, 5, 1)
     batch = batch_of(part, keys(2, 0))
-    assert batch.sequences.shape == (2, 3, 3)
+    assert batch.inputs.shape == (2, 3, 3)
     assert batch.lengths.tolist() == [1, 3]
-    assert torch.equal(batch.sequences[0, :1], part.sequences[2])
-    assert not batch.sequences[0, 1:].any()
+    assert torch.equal(batch.inputs[0, :1], part.sequences[2])
+    assert not batch.inputs[0, 1:].any()
     assert batch.labels.tolist() == batch.indices.tolist() == [2, 0]
 
 
@@ -130,11 +130,9 @@ def test_micro_batches_are_as_wide_as_their_longest(lengths, parts):
     assert max(sizes) - min(sizes) <= 1
     assert torch.cat([micro.indices for micro in micros]).tolist() == list(range(len(lengths)))
     for micro in micros:
-        assert micro.sequences.shape[1] == micro.lengths.max()
+        assert micro.inputs.shape[1] == micro.lengths.max()
         for row, index in enumerate(micro.indices.tolist()):
-            assert torch.equal(
-                micro.sequences[row], batch.sequences[index, : micro.sequences.shape[1]]
-            )
+            assert torch.equal(micro.inputs[row], batch.inputs[index, : micro.inputs.shape[1]])
 
 
 def test_a_sequence_that_has_another_length_than_before_is_named():
@@ -221,13 +219,13 @@ def test_prepared_batches_are_normalized_and_zero_in_padding_and_masks(masks):
     inputs = prepare(batch, rows)
     assert inputs.lengths.tolist() == [20, 50, 90]
     for row, length in enumerate(inputs.lengths.tolist()):
-        assert not inputs.sequences[row, length:].any()
+        assert not inputs.inputs[row, length:].any()
     own_rows = {name: column[batch.indices] for name, column in rows.items()}
-    hidden = masking.hidden(batch.lengths, batch.sequences.shape, own_rows)
-    assert not inputs.sequences[hidden].any()
+    hidden = masking.hidden(batch.lengths, batch.inputs.shape, own_rows)
+    assert not inputs.inputs[hidden].any()
     assert hidden.any() == (masks > 0)
     plain = prepare(batch)
-    real = torch.cat([plain.sequences[row, :n] for row, n in enumerate(plain.lengths.tolist())])
+    real = torch.cat([plain.inputs[row, :n] for row, n in enumerate(plain.lengths.tolist())])
     torch.testing.assert_close(real.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(real.std(0, correction=0), torch.ones(3), atol=1e-5, rtol=0)
 
@@ -264,7 +262,7 @@ def test_recordings_kept_and_streamed_are_the_same(tmp_path, capsys):
     for one, other in zip(kept, streamed, strict=True):
         assert torch.equal(one.lengths, other.lengths)
         batch, again = (batch_of(part, keys(*range(len(part)))) for part in (one, other))
-        assert torch.equal(batch.sequences, again.sequences)
+        assert torch.equal(batch.inputs, again.inputs)
         assert torch.equal(batch.labels, again.labels)
 
 
@@ -290,7 +288,7 @@ def test_features_come_with_the_set(tmp_path):
     batch = batch_of(part, keys(0, 5))
     inputs = Preparation(features, normalization, Masking(), CPU)(batch)
     assert inputs.lengths.tolist() == [1 + length // 80 for length in batch.lengths.tolist()]
-    assert inputs.sequences.shape == (2, int(inputs.lengths.max()), 20)
+    assert inputs.inputs.shape == (2, int(inputs.lengths.max()), 20)
 
 
 def test_limits_of_recordings_are_in_frames(tmp_path):
@@ -305,7 +303,7 @@ def test_a_batch_moves_but_its_lengths_stay():
     batch = batch_of(random_set(3, 2), keys(0, 1))
     moved = sequences.move(batch, torch.device("meta"))
     assert isinstance(moved, SequenceBatch)
-    assert moved.sequences.device.type == "meta"
+    assert moved.inputs.device.type == "meta"
     assert moved.lengths.device.type == "cpu"
 
 
