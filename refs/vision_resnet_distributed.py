@@ -93,6 +93,8 @@ class Config(TrainingConfig, ImageConfig):
         if self.parallel == "dp":
             unfit = "--parallel dp cannot have it"
             yield from self.ignored(unfit, "compile", "activation_checkpointing", "batch_norm")
+        if self.batch_norm == "synced" and self.accumulate > 1:
+            yield f"--batch-norm synced: --accumulate {self.accumulate} leaves no whole batch to it"
 
     @property
     def evaluation_precision(self) -> Precision:
@@ -332,8 +334,10 @@ def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """The model with another BatchNorm and activation checkpointing, where they are asked for.
 
     Raises:
-        UserError: BatchNorm cannot be synchronised on the device.
+        UserError: the device cannot do what the settings ask for.
     """
+    if config.parallel == "dp" and (is_joined() or _cuda_devices(device) < 2):
+        raise UserError("--parallel dp: needs one process that has two CUDA devices or more")
     if config.batch_norm == "synced":
         if device.type not in ("cuda", "xpu"):
             raise UserError(f"--batch-norm synced: not on {device}; averaged comes near to it")
@@ -344,6 +348,10 @@ def adapt(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     return model
 
 
+def _cuda_devices(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else 0
+
+
 def parallelize(
     model: nn.Module, shape: torch.Size, config: Config, device: torch.device
 ) -> nn.Module:
@@ -351,13 +359,8 @@ def parallelize(
 
     Args:
         shape: [C, H, W] of the images.
-
-    Raises:
-        UserError: the device cannot do what the settings ask for.
     """
     if config.parallel == "dp":
-        if is_joined() or device.type != "cuda" or torch.cuda.device_count() < 2:
-            raise UserError("--parallel dp: needs one process that has two CUDA devices or more")
         return DataParallel(model)
     if not is_joined():
         return model
@@ -365,7 +368,7 @@ def parallelize(
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS_STAY)
     samples = max(2, config.batch_size // world_size() // config.accumulate)
     with autocast(config.precision, device):
-        settle(ddp, torch.zeros(samples, *shape, device=device))
+        settle(ddp, (samples, *shape))
     return ddp
 
 

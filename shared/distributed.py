@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
@@ -281,7 +281,7 @@ def sync_buffers(model: nn.Module, how: BufferSync) -> None:
             buffer.copy_(piece.view_as(buffer))
 
 
-def settle(model: nn.Module, inputs: Tensor) -> None:
+def settle(model: nn.Module, shape: Sequence[int]) -> None:
     """Let DistributedDataParallel arrange its buckets as it will have them from now on.
 
     It begins with the order of the parameters, and after the first backward pass takes that in
@@ -291,10 +291,10 @@ def settle(model: nn.Module, inputs: Tensor) -> None:
 
     Args:
         model: a DistributedDataParallel in training mode, with one input.
-        inputs: of any values.
+        shape: of the input.
     """
     before = [buffer.clone() for buffer in model.buffers()]
-    model(inputs).sum().backward()
+    model(next(model.parameters()).new_zeros(*shape)).sum().backward()
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.copy_(value)

@@ -87,6 +87,61 @@ def cuda_calls(root: Path) -> list[str]:
     ]
 
 
+# Siblings
+
+SIBLINGS = {
+    "vision_resnet_distributed.py": {"vision_resnet_distributed": "vision_resnet"},
+    "sequence_lstm.py": {
+        "SequenceBatch": "ImageBatch",
+        "SequenceSet": "ImageSet",
+        "sequences": "images",
+        "micro.inputs, micro.lengths": "micro.inputs",
+        "inputs.inputs, inputs.lengths": "inputs.inputs",
+    },
+}
+"""References that follow vision_resnet.py, and the words that stand for its words in each."""
+
+DIFFERENT = {
+    "vision_resnet_distributed.py": {
+        "Config": "more settings",
+        "train_step": "shares of a batch, gradients that stay, a scaled loss",
+        "train_one_epoch": "a wrapped model; a step that was skipped",
+        "evaluate": "a precision of its own",
+        "train": "wraps the model",
+    },
+    "sequence_lstm.py": {
+        "Config": "other settings",
+        "make_loader": "lengths make buckets",
+        "train_one_epoch": "other augmentation",
+        "describe": "another network, and features",
+        "make_preparation": "features",
+        "build_model": "another network",
+        "train": "tells how LSTMs run",
+        "evaluate_file": "weights bring their features",
+        "main": "weights bring their features; other things make learning by heart harder",
+    },
+}
+"""Functions and classes of one name that are not equal, and why."""
+
+
+def definitions(source: str, words: dict[str, str]) -> dict[str, str]:
+    """The text of each function and class of a module, with some words replaced by others."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            text = ast.unparse(node)
+            for word, other in words.items():
+                text = text.replace(word, other)
+            found[node.name] = text
+    return found
+
+
+def unlike(one: str, other: str, words: dict[str, str]) -> set[str]:
+    """Names of what two modules both define, and not alike."""
+    ours, theirs = definitions(one, {}), definitions(other, words)
+    return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+
+
 # Packaging
 
 
@@ -223,6 +278,18 @@ def test_nothing_calls_cuda():
     assert cuda_calls(ROOT) == []
 
 
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_what_references_have_in_common_is_the_same(name):
+    """What is not may be added to DIFFERENT if it must be so; what no longer is comes out of it."""
+    first, other = ((ROOT / "refs" / file).read_text() for file in ("vision_resnet.py", name))
+    assert unlike(first, other, SIBLINGS[name]) == DIFFERENT[name].keys()
+
+
+def test_every_reference_is_compared():
+    scripts = {path.name for path in (ROOT / "refs").glob("*.py")} - {"__init__.py"}
+    assert scripts == {"vision_resnet.py", *SIBLINGS}
+
+
 def test_packages_and_their_data_are_declared():
     assert packaging_mismatches(ROOT) == []
 
@@ -320,6 +387,13 @@ def test_a_call_of_cuda_is_found_and_a_comment_is_not(tmp_path):
         },
     )
     assert cuda_calls(tmp_path) == ["refs/a.py:1", "bench/a.py:2"]
+
+
+def test_a_function_that_has_drifted_apart_is_found():
+    ours = "def f(batch: ImageBatch): return batch\ndef g(): return 1\ndef only(): ..."
+    theirs = "def f(batch: SequenceBatch): return batch  # a comment\ndef g(): return 2"
+    assert unlike(ours, theirs, {"SequenceBatch": "ImageBatch"}) == {"g"}
+    assert unlike(ours, theirs, {}) == {"f", "g"}
 
 
 PYPROJECT = """
