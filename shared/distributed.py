@@ -4,22 +4,25 @@ torchrun starts them (https://docs.pytorch.org/docs/stable/elastic/run.html). Wh
 there is one process, and nothing here does anything.
 """
 
+import atexit
 import inspect
 import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 
 from shared.errors import Disconnected, UserError
 from shared.interruption import end_with_parent
@@ -41,6 +44,7 @@ MAIN_SPEAKS_FIRST = 2.0
 ends the rest as soon as one has ended, so that each error is told once."""
 
 _CPU = torch.device("cpu")
+_PORT = "port of the store"
 
 
 class Launch(NamedTuple):
@@ -129,6 +133,8 @@ def together(main: Callable[[ConfigT], T], minutes: float = 10) -> Callable[[Con
             return main(config)
         _take_device(config.device, launch)
         end_with_parent(signal.SIGTERM)
+        # Where the compiler or channels_last lays gradients out: slower by a copy, and not wrong.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         with _group(launch, minutes), _silenced(launch.rank > 0):
             config = on_main(lambda: config)
             if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and config.resume == "never":
@@ -160,8 +166,13 @@ def _take_device(name: str, launch: Launch) -> None:
 @contextmanager
 def _group(launch: Launch, minutes: float) -> Iterator[None]:
     # No backend is named: gloo for tensors on the CPU, NCCL and the like for those on accelerators.
+    timeout = timedelta(minutes=minutes)
     try:
-        dist.init_process_group(timeout=timedelta(minutes=minutes))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, numbers = _fresh_store(launch, timeout), (launch.world_size, launch.rank)
+            dist.init_process_group(None, None, timeout, *numbers, store)
+        else:
+            dist.init_process_group(timeout=timeout)
         on_main(lambda: None)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise UserError(
@@ -181,6 +192,32 @@ def _group(launch: Launch, minutes: float) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _fresh_store(launch: Launch, timeout: timedelta) -> TCPStore:
+    """A store in which nothing is left from processes that torchrun has started before these.
+
+    torchrun keeps one for all its attempts (torch 2.9 to 2.14), so that a process that was started
+    again can find there the address of one that is gone. It serves to tell where the new store is;
+    what it says of an old one leads to nobody, and is asked again.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    of_torchrun = TCPStore(host, port, is_master=False, timeout=timeout)
+    if launch.rank == 0:
+        store = TCPStore(host, 0, launch.world_size, True, timeout, wait_for_workers=False)
+        of_torchrun.set(_PORT, str(store.port))
+        return store
+    began = time.monotonic()
+    while True:
+        port = int(of_torchrun.get(_PORT))
+        try:
+            store = TCPStore(host, port, launch.world_size, False, timedelta(seconds=1))
+        except dist.DistError:
+            if time.monotonic() - began > timeout.total_seconds():
+                raise
+        else:
+            store.set_timeout(timeout)
+            return store
+
+
 def _is_lost(error: RuntimeError) -> bool:
     """Whether it is about the connection. gloo has no type of its own for that."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
@@ -198,6 +235,18 @@ def _silenced(silent: bool) -> Any:
 def speaks_first() -> bool:
     """Whether this process is the main one, also when the processes have parted."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def leave(code: int) -> NoReturn:
+    """End a process that torchrun has started, without destroying what C++ still holds.
+
+    With torch 2.14 gloo's threads abort about one process in ten at its very end ("terminate called
+    without an active exception"), which torchrun takes for a failure.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shared.distributed import main_speaks_first, speaks_first
+from shared.distributed import leave, main_speaks_first, speaks_first
 from shared.errors import Disconnected, Diverged, Interrupted, UserError
 from shared.settings import ConfigT, parse
 
@@ -43,6 +43,18 @@ def run_program(
     Returns:
         The exit code: 0 done; 1 the work failed; 2 the user's mistake; 130 and 143 interrupted.
     """
+    code = _run(main, config_class, description, argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        leave(code)
+    return code
+
+
+def _run(
+    main: Callable[[ConfigT], Mapping[str, Any]],
+    config_class: type[ConfigT],
+    description: str,
+    argv: Sequence[str] | None,
+) -> int:
     prog = Path(sys.argv[0]).name
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be of any characters
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -71,7 +83,8 @@ def run_program(
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except Interrupted as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        if speaks_first():  # all processes have agreed to stop
+            print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)

@@ -1,0 +1,346 @@
+"""The distributed reference under torchrun, as a person starts it and as things go wrong."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "refs/vision_resnet_distributed.py"
+TINY = ("--width=8", "--epochs=2", "--device=cpu", "--threads=1", "--log-every=5")
+LONGER = (*TINY, "--epochs=8", "--checkpoint-every=5", "--ema=0.9", "--clip-norm=1")
+GRACE = 100
+"""Seconds in which everything has to be over. The time-out of an exchange is 600."""
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+def launch(script: Path, *flags: str, folder: Path, processes: int = 2, torchrun=(), env=None):
+    """Start a script as torchrun does, in a folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1",
+         f"--nproc-per-node={processes}", *torchrun, script, *flags],
+        cwd=folder, env={**os.environ, **(env or {})}, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ended(process, seconds: float = 300) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of what ends within some seconds."""
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        raise
+    return process.returncode, stdout, stderr
+
+
+def train(*flags: str, folder: Path, **options) -> dict:
+    code, stdout, stderr = ended(launch(SCRIPT, *flags, folder=folder, **options))
+    assert code == 0, stderr
+    return json.loads(stdout.splitlines()[-1])
+
+
+def ranks(process) -> dict[int, psutil.Process]:
+    """The processes that torchrun has started, by their rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children():
+        environ = child.environ()
+        if "RANK" in environ:
+            found[int(environ["RANK"])] = child
+    return found
+
+
+def wait_for_checkpoint(folder: Path, process) -> None:
+    """Wait until a run is well under way."""
+    deadline = time.monotonic() + 200
+    while len(list(folder.glob("checkpoints/step-*.pt"))) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    weights, others = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """A run of two processes that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(*LONGER, "--run-dir=run", folder=folder)
+    return folder / "run"
+
+
+def test_two_processes_leave_one_run(tmp_path):
+    code, stdout, stderr = ended(launch(SCRIPT, *TINY, "--run-dir=run", folder=tmp_path))
+    assert code == 0, stderr
+    result = json.loads(stdout.splitlines()[-1])
+    assert result["processes"] == 2
+    assert result["steps"] == 40
+    assert stdout.count('"run_dir"') == 1, "rank 0 alone speaks"
+    assert stdout.count("epoch 2/2") == 1
+    assert "averages of BatchNorm: rank0" in stdout
+    assert "Warning" not in stderr
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written == {
+        "checkpoints", "config.toml", "confusion.png", "curves.png", "environment.json",
+        "metrics.jsonl", "model.safetensors", "tensorboard",
+    }  # fmt: skip
+    # What was measured in shares is what one process measures.
+    weights = f"--evaluate={tmp_path}/run/model.safetensors"
+    alone = subprocess.run(
+        [sys.executable, SCRIPT, *TINY, weights], capture_output=True, text=True, check=True
+    )
+    evaluated = json.loads(alone.stdout.splitlines()[-1])
+    assert evaluated["test_accuracy"] == result["test_accuracy"]
+    assert evaluated["test_loss"] == pytest.approx(result["test_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_leaves_no_trace_in_the_weights(tmp_path, undisturbed, rank):
+    """torchrun starts all of them again, which find the folder by the name of the job."""
+    job = ("--max-restarts=2", f"--rdzv-id=job-{rank}", "--rdzv-backend=c10d")
+    process = launch(SCRIPT, *LONGER, folder=tmp_path, torchrun=job)
+    (folder,) = wait_for_folder(tmp_path / "runs", process)
+    wait_for_checkpoint(folder, process)
+    ranks(process)[rank].kill()
+    code, stdout, stderr = ended(process)
+    assert code == 0, stderr
+    assert "continuing from" in stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [folder.name]
+    assert_same_weights(folder, undisturbed)
+
+
+def wait_for_folder(runs: Path, process) -> list[Path]:
+    deadline = time.monotonic() + 200
+    while not (runs.exists() and list(runs.iterdir())):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return list(runs.iterdir())
+
+
+def to_torchrun(process) -> None:
+    process.send_signal(signal.SIGTERM)
+
+
+def to_everyone(process) -> None:
+    """As SLURM does it: what torchrun passes on comes as a second signal."""
+    members = [*ranks(process).values(), process]
+    for member in members:
+        member.send_signal(signal.SIGTERM)
+
+
+def to_one_process(process) -> None:
+    ranks(process)[1].send_signal(signal.SIGTERM)
+
+
+def by_the_keyboard(process) -> None:
+    process.send_signal(signal.SIGINT)
+
+
+def torchrun_is_killed(process) -> None:
+    process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stop", [to_torchrun, to_everyone, to_one_process, by_the_keyboard, torchrun_is_killed]
+)
+def test_all_stop_at_one_step_and_go_on_bitwise(tmp_path, undisturbed, stop):
+    process = launch(SCRIPT, *LONGER, "--checkpoint-every=20", "--run-dir=run", folder=tmp_path)
+    folder = tmp_path / "run"
+    wait_for_checkpoint(folder, process)
+    members = list(ranks(process).values())
+    stop(process)
+    code, _, stderr = ended(process, GRACE)
+    psutil.wait_procs(members, timeout=GRACE)
+    assert not [member for member in members if member.is_running()], "orphans"
+    assert code != 0
+    assert stderr.count("which is saved") == 1
+    result = train(*LONGER, "--run-dir=run", folder=tmp_path)
+    assert result["steps"] == 160
+    assert_same_weights(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    seen = {}
+    for processes in (2, 1, 3):
+        epochs = f"--epochs={len(seen) + 1}"
+        process = launch(
+            SCRIPT, *TINY, epochs, "--run-dir=run", folder=tmp_path, processes=processes
+        )
+        code, stdout, stderr = ended(process)
+        assert code == 0, stderr
+        seen[processes] = stdout
+    assert "warning: processes was 2 and is 1: from here on other roundings" in seen[1]
+    assert "warning: processes was 1 and is 3: from here on other roundings" in seen[3]
+    assert "epoch 3/3" in seen[3]
+    assert "epoch 2/3" not in seen[3]
+
+
+FAULTY = """
+import sys
+import torch
+from refs import vision_resnet_distributed as script
+from shared.distributed import rank, together
+from shared.errors import UserError
+from shared.program import run_program
+
+train_step = script.train_step
+
+def faulty(model, optimizer, scaler, batch, config, step):
+    if step == 3 and rank() == 1:
+        {fault}
+    return train_step(model, optimizer, scaler, batch, config, step)
+
+script.train_step = faulty
+sys.exit(run_program(together(script.main), script.Config, ""))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "times"),
+    [
+        ("raise UserError('pictures/x.png: broken')", "error: pictures/x.png: broken", 1),
+        ("raise RuntimeError('planted')", "RuntimeError: planted", 1),
+        ("raise MemoryError", "out of memory: try a smaller --batch-size", 1),
+        ("batch.inputs.fill_(float('nan'))", "the loss is nan at step 4", 1),
+    ],
+    ids=["file", "crash", "memory", "nan"],
+)
+def test_a_process_that_fails_ends_all_with_its_message(tmp_path, fault, message, times):
+    script = tmp_path / "faulty.py"
+    script.write_text(textwrap.dedent(FAULTY).format(fault=fault))
+    env = {"PYTHONPATH": str(ROOT)}
+    code, _, stderr = ended(launch(script, *TINY, "--run-dir=run", folder=tmp_path, env=env), GRACE)
+    assert code != 0
+    assert stderr.count(message) == times
+    assert "lost the others" not in stderr
+    assert "gloo" not in stderr, "of the others' lost connections nothing is told"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--batch-size=0",), "--batch-size must be"),
+        (("--data=imagefolder", "--data-dir=missing"), "missing"),
+        (("--batch-norm=synced",), "--batch-norm synced: not on cpu"),
+        (("--batch-size=1258",), "--batch-size 1258: the smallest batch of 1259 samples"),
+    ],
+    ids=["value", "data", "device", "uneven"],
+)
+def test_an_error_that_all_have_is_told_once(tmp_path, flags, message):
+    process = launch(SCRIPT, *TINY, "--run-dir=run", *flags, folder=tmp_path)
+    code, _, stderr = ended(process, GRACE)
+    assert code != 0
+    assert stderr.count(message) == 1, stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is '', and WORLD_SIZE is set: start with torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "one"}, "RANK is 'one'"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK=5, WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, "rank 0 of 1 cannot join the others at"),
+    ],
+)
+def test_a_wrong_environment_is_one_line(environ, message):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *TINY],
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environ},
+            capture_output=True,
+            text=True,
+            timeout=GRACE,
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert message in line
+
+
+def test_a_script_that_is_one_process_says_so(tmp_path):
+    code, _, stderr = ended(launch(ROOT / "refs/vision_resnet.py", *TINY, folder=tmp_path), GRACE)
+    assert code != 0
+    assert stderr.count("vision_resnet.py is one process; several are for") == 1
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces, joined by a pair of virtual cards: name, address and card of each."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need the command ip and root")
+    tag = f"rb{os.getpid()}"
+    names = [f"{tag}a", f"{tag}b"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    made = []
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                made.append(name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+        ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1],
+           "netns", names[1])  # fmt: skip
+        for index, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{index}/24", "dev", name)
+            ip("-n", name, "link", "set", name, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [(name, f"10.77.0.{index}") for index, name in enumerate(names, 1)]
+    finally:
+        for name in made:
+            ip("netns", "delete", name)
+
+
+def test_two_hosts_train_as_two_processes_of_one_do(tmp_path, hosts):
+    (_, endpoint), _ = hosts
+    processes = []
+    for name, address in hosts:
+        is_host = int(address == endpoint)
+        command = [
+            "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run",
+            "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two-hosts",
+            f"--rdzv-endpoint={endpoint}:29400", f"--rdzv-conf=is_host={is_host}",
+            f"--local-addr={address}", SCRIPT, *TINY, f"--run-dir={tmp_path}/{name}",
+        ]  # fmt: skip
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
+    results = [ended(process) for process in processes]
+    assert [code for code, *_ in results] == [0, 0], results
+    told = [stdout for _, stdout, _ in results if stdout.strip()]
+    assert len(told) == 1, "one of the two has rank 0"
+    result = json.loads(told[0].splitlines()[-1])
+    assert result["processes"] == 2
+    train(*TINY, "--run-dir=one-host", folder=tmp_path)
+    assert_same_weights(Path(result["run_dir"]), tmp_path / "one-host")
