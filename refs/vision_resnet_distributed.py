@@ -8,7 +8,8 @@ This is vision_resnet.py with three things more, which `diff` of the two shows: 
 the end (fp16 with a scaled loss, beside bf16), DistributedDataParallel, activation checkpointing.
 The batches are the same ones whatever the number of processes, each of which takes its share.
 
-Result: one process in fp32 ends with bitwise the weights of vision_resnet.py. RESULT
+Result: one process in fp32 ends with bitwise the weights of vision_resnet.py; gradients in float64,
+without BatchNorm, are the same to 1e-11 with 1, 2 and 3 processes (tests, torch 2.9.1 and 2.14.1).
 """
 
 import math

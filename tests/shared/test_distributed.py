@@ -174,4 +174,5 @@ def test_a_group(processes):
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["first", "all", "is", "well"], "rank 0 alone prints"
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert lines == ["first", "all is well"], "rank 0 alone prints, and gloo of torch 2.9"
