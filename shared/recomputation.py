@@ -5,8 +5,9 @@ After Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -17,12 +18,9 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 Recomputation = Literal["none", "full", "selective"]
-
-Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
 def recompute(module: nn.Module, how: Recomputation, kept: Sequence[OpOverload] = ()) -> None:
@@ -47,23 +45,19 @@ def _forward(
     forward: Callable[..., Any],
     module: nn.Module,
     kept: Sequence[OpOverload] | None,
-    *inputs: Tensor,
+    /,
+    *inputs: Any,
+    **named: Any,
 ) -> Any:
-    contexts: Callable[[], Contexts] = noop_context_fn
+    contexts: dict[str, Any] = {}
     if kept is not None:
-        contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
-    named: dict[str, Any] = {} if kept is None else {"context_fn": contexts}
-    # The compiler takes no contexts of ours, and needs none: it changes every buffer once.
+        make = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+        contexts["context_fn"] = make
+    # A compiled backward pass repeats operators and not modules: it changes every buffer once.
     if not torch.compiler.is_compiling():
-        named["context_fn"] = partial(_without_averaging, module, contexts)
+        forward = _averaging_once(forward, module)
     # The reentrant form does not go together with DDP.
-    return checkpoint(forward, *inputs, use_reentrant=False, **named)
-
-
-def _without_averaging(module: nn.Module, contexts: Callable[[], Contexts]) -> Contexts:
-    """The contexts of the forward pass and of its repetition, in which averages stay."""
-    first, again = contexts()
-    return first, _both(again, _averages_stay(module))
+    return checkpoint(forward, *inputs, use_reentrant=False, **contexts, **named)
 
 
 def _policy(
@@ -77,25 +71,33 @@ def _policy(
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+def _averaging_once(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A function of which every call but the first is a repetition, for one forward pass."""
+    calls = count()
+    # Made here: in the repetition, selective checkpointing lets no operator run that is new to it.
+    unread = torch.zeros((), dtype=torch.int64)
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        with _averages_stay(module, unread) if next(calls) else nullcontext():
+            return forward(*inputs, **named)
+
+    return run
 
 
 @contextmanager
-def _averages_stay(module: nn.Module) -> Iterator[None]:
+def _averages_stay(module: nn.Module, unread: Tensor) -> Iterator[None]:
     """Keep the running averages of BatchNorms as they are (pytorch#96136).
 
     With momentum 0 they are still read and written, so that the operators, and what these save for
-    the backward pass, are the same as in the forward pass.
+    the backward pass, are the same as in the forward pass. Batches are counted in `unread`, since
+    SyncBatchNorm refuses to have no counter.
     """
     norms = [part for part in module.modules() if isinstance(part, _NormBase)]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+        norm.momentum = 0.0
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked = unread
     try:
         yield
     finally:
