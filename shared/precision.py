@@ -1,6 +1,5 @@
 """The number formats of a run: float32 as IEEE defines it, TF32, bfloat16 or float16 autocast."""
 
-import sys
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -35,8 +34,7 @@ def set_precision(precision: Precision, device: torch.device) -> None:
     if precision == "fp16" and device.type == "cpu" and not _computes_fp16():
         print(
             "warning: --precision fp16: this CPU has no float16 arithmetic, so it is tens of times "
-            "slower than bf16 or fp32",
-            file=sys.stderr,
+            "slower than bf16 or fp32"
         )
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"

@@ -96,3 +96,12 @@ def test_only_the_parent_ends_a_worker():
         if not worker.is_alive():
             break
     assert worker.exitcode == 0
+
+
+def test_a_patient_one_takes_any_number_of_signals():
+    """torchrun sends one, and whoever sends it to all processes of a job sends another."""
+    with Interruption(patient=True) as interruption:
+        for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(signum)
+        assert interruption.signum == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

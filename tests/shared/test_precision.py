@@ -98,3 +98,23 @@ def test_a_refusal_changes_nothing():
     with pytest.raises(UserError):
         set_precision("tf32", CPU)
     assert uses_tf32() == before
+
+
+def test_fp16_computes_products_in_float16_and_sums_of_losses_in_float32():
+    x, w = torch.randn(4, 3), torch.randn(3, 2, requires_grad=True)
+    with autocast("fp16", CPU):
+        logits = x @ w
+        loss = torch.nn.functional.cross_entropy(logits, torch.zeros(4, dtype=torch.int64))
+    assert (logits.dtype, loss.dtype) == (torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_fp16_on_a_cpu_that_has_to_emulate_it_is_warned_of(monkeypatch, capsys, computes):
+    monkeypatch.setattr("shared.precision._computes_fp16", lambda: computes)
+    set_precision("fp16", CPU)
+    assert ("no float16 arithmetic" in capsys.readouterr().out) is not computes
+
+
+def test_fp16_is_refused_where_gradients_cannot_be_scaled():
+    with pytest.raises(UserError, match=r"--precision fp16: .* mps"):
+        set_precision("fp16", torch.device("mps"))
