@@ -263,7 +263,7 @@ def test_a_process_that_fails_ends_all_with_its_message(tmp_path, fault, message
         (("--batch-norm=synced",), "--batch-norm synced: not on cpu"),
         (("--parallel=dp",), "--parallel dp: needs one process that has two CUDA devices"),
         (("--batch-size=1258",), "--batch-size 1258: the smallest batch of 1259 samples"),
-        (("--batch-size=1256",), "--batch-size 1256 --accumulate 1: of 1259 samples one is left"),
+        (("--batch-size=1256",), "--batch-size 1256 --accumulate 1: of 1259 samples the smallest"),
     ],
     ids=["value", "data", "device", "parallel", "uneven", "single"],
 )
