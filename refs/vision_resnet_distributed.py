@@ -46,14 +46,8 @@ from shared.metrics import Evaluation, Tally
 from shared.precision import Precision, autocast
 from shared.program import run_program
 from shared.recomputation import Recomputation, recompute
-from shared.runs import (
-    Run,
-    StepResult,
-    check_about,
-    read_trained,
-    result_of,
-    set_up_process,
-)
+from shared.resuming import check_about, read_trained
+from shared.runs import Run, StepResult, result_of, set_up_process
 from shared.seeding import seed_step
 from shared.settings import LARGEST
 from shared.state_dicts import load_weights, migrate

@@ -73,7 +73,7 @@ class Launch(NamedTuple):
                 raise UserError(f"{name} is {value!r}, and WORLD_SIZE is set: start with torchrun")
             values[name.lower()] = int(value)
         launch = cls(**values)
-        if not (launch.rank < launch.world_size and launch.local_rank < launch.local_world_size):
+        if not launch.local_rank < launch.local_world_size <= launch.world_size > launch.rank:
             told = ", ".join(f"{name}={value}" for name, value in zip(names, launch, strict=True))
             raise UserError(f"{told}: ranks count from 0 to the number of processes")
         return launch

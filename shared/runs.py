@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -21,8 +20,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from shared import curves, distributed, environment, memory, runlog, seeding, settings
-from shared.checkpoints import Checkpoints, load
+from shared import curves, distributed, environment, memory, resuming, runlog, seeding, settings
+from shared.checkpoints import Checkpoints
 from shared.data.loading import BatchT, Loader
 from shared.devices import choose_device, keep_freed_memory
 from shared.distributed import Launch, is_joined, is_main, on_main
@@ -32,7 +31,8 @@ from shared.interruption import Interruption
 from shared.metrics import Evaluation
 from shared.precision import set_precision
 from shared.profiling import STEPS, TRACE_FILE, WARM_UP, profiler
-from shared.state_dicts import read_weights, save_weights
+from shared.resuming import Found
+from shared.state_dicts import save_weights
 from shared.throughput import START, TrainingClock
 from shared.training import Learner
 
@@ -80,18 +80,6 @@ class Progress:
     """Accuracy and negated loss of the best validation so far."""
 
 
-class Found(NamedTuple):
-    """What the folder of a run holds at the start."""
-
-    folder: Path
-    saved: dict[str, Any] | None
-    """The checkpoint that the run continues from."""
-    source: Path
-    """The file that it was read from."""
-    result: dict[str, Any] | None
-    """What the run ended with, if it has nothing left to do."""
-
-
 class Run:
     """A run from start to end.
 
@@ -116,7 +104,7 @@ class Run:
         self.progress = Progress()
         self.saved: dict[str, Any] | None = None
         """The checkpoint that this run continues from."""
-        self._left, self._size = 0, 0  # samples of the epoch that are left, and of the batch
+        self._epoch_size, self._batch_size = 0, 0  # samples, over all processes
         self._skipped = 0
         self._signum = 0
         self._unread: list[tuple[int, int, StepResult]] = []
@@ -133,6 +121,15 @@ class Run:
             self.progress = Progress(**self.saved["progress"])
         return self
 
+    def _open(self) -> Found:
+        """Claim the folder, and see what is in it."""
+        folder = resuming.open_folder(self.config, self.name)
+        last = (runlog.read(folder) or [{}])[-1]  # before the claim, which reading ends
+        self._exits.enter_context(runlog.claimed(folder))
+        keep = self.config.keep_checkpoints
+        self._checkpoints = Checkpoints(folder / CHECKPOINTS, keep, on_damage=print)
+        return resuming.find(self.config, folder, self._checkpoints, last)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -140,31 +137,6 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._exits.__exit__(kind, error, trace)
-
-    def _open(self) -> Found:
-        """Open and claim the folder, and see what is in it."""
-        folder = _open_folder(self.config, self.name)
-        last = (runlog.read(folder) or [{}])[-1]  # before the claim, which reading ends
-        self._exits.enter_context(runlog.claimed(folder))
-        self._checkpoints = Checkpoints(
-            folder / CHECKPOINTS, self.config.keep_checkpoints, on_damage=print
-        )
-        saved, source = self._find_checkpoint(folder)
-        if saved is None:
-            return Found(folder, None, source, None)
-        progress = Progress(**saved["progress"])
-        is_done = progress.epoch >= self.config.epochs
-        if is_done and progress.samples:
-            raise UserError(
-                f"--epochs {self.config.epochs}: the run is already in the midst of "
-                f"epoch {progress.epoch + 1}"
-            )
-        if is_done and last.get("event") == "result":
-            print(f"{folder} is finished, and this was its result; more --epochs go on")
-            return Found(folder, saved, source, last["result"])
-        print(f"continuing from {source}")
-        self._tell_another_stream(saved)
-        return Found(folder, saved, source, None)
 
     def begin(self, learner: Learner, about: Mapping[str, Any]) -> None:
         """Everything is made and checked: bring back what was saved, and start training.
@@ -180,7 +152,7 @@ class Run:
             UserError: the checkpoint is of another model or of other data.
         """
         if self.saved is not None:
-            check_about(about, self.saved["about"], self.source)
+            resuming.check_about(about, self.saved["about"], self.source)
             learner.load_state_dict(self.saved, self.source)
         self._learner, self._about = learner, about
         self.log = self._open_log() if is_main() else runlog.SilentLog()
@@ -201,12 +173,12 @@ class Run:
         at = self.progress
         title = f"epoch {at.epoch + 1}/{self.config.epochs}"
         batches = loader.epoch(at.epoch, at.samples)
+        self._epoch_size = loader.size
         with self._clock.running():
             waited_for = self._clock.waiting(batches)
             sizes = at.samples, loader.size, loader.batch_size
             for batch in self.log.progress(waited_for, *sizes, title):
-                self._left = loader.size - at.samples
-                self._size = min(loader.batch_size, self._left)
+                self._batch_size = min(loader.batch_size, loader.size - at.samples)
                 yield batch
             self._read_steps()  # waits for the device, so that the clock tells the truth
 
@@ -219,9 +191,9 @@ class Run:
         """
         at = self.progress
         at.step += 1
-        at.samples += self._size
-        self._clock.count(self._size)
-        self._unread.append((at.step, self._size, result))
+        at.samples += self._batch_size
+        self._clock.count(self._batch_size)
+        self._unread.append((at.step, self._batch_size, result))
         self._count_skipped(result)
         if self._profiler is not None:
             self._profiler.step()
@@ -229,7 +201,7 @@ class Run:
             self._log_step(lr)
         self._hear_signals()
         # At the end of an epoch the checkpoint waits for the validation.
-        is_last = self._size == self._left and not self._signum
+        is_last = at.samples == self._epoch_size and not self._signum
         if self._is_due() and not is_last:
             self.save()
         self._stop_if_interrupted()
@@ -407,55 +379,6 @@ class Run:
             + (f"; {speed:,.0f} samples/s, {rates['data_wait']:.1%} waiting" if speed else "")
         )
 
-    def _find_checkpoint(self, folder: Path) -> tuple[dict[str, Any] | None, Path]:
-        """The checkpoint to continue from, as the settings say, and its file."""
-        found = self._checkpoints.newest()
-        resume = self.config.resume
-        # The same command again finds what the run has saved since it was started from a file.
-        if isinstance(resume, Path) and (found is None or _is_in(resume, folder)):
-            found = resume, load(resume)
-        if found is None:
-            return None, Path()
-        source, saved = found
-        if resume == "never":
-            raise UserError(f"--resume never: {source} is of a run that was begun before")
-        if not {"progress", "log_position", "config", "threads", "about"} <= saved.keys():
-            raise UserError(f"{source}: holds weights alone, so no run can continue from it")
-        self._check_position(saved, source)
-        return saved, source
-
-    def _check_position(self, saved: Mapping[str, Any], source: Path) -> None:
-        """Refuse another order in the midst of an epoch, where a position would mean other samples.
-
-        Raises:
-            UserError: batches are buckets of another size, or have become or ceased to be buckets.
-        """
-        now, then = settings.as_dict(self.config), saved["config"]
-        has_buckets = now.get("bucket", False) or then.get("bucket", False)
-        if not has_buckets or not saved["progress"]["samples"]:
-            return
-        for name in ("bucket", "batch_size"):
-            if now.get(name) != then.get(name):
-                raise UserError(
-                    f"{settings.flag(name)} {now.get(name)}: {source} is from the midst of an "
-                    f"epoch in the order of {then.get(name)}; it can change where one ends"
-                )
-
-    def _tell_another_stream(self, saved: Mapping[str, Any]) -> None:
-        """Warn of settings with which what comes now is not what would have come."""
-        now_and_then = {
-            "seed": (self.config.seed, saved["config"].get("seed")),
-            "batch_size": (
-                settings.as_dict(self.config).get("batch_size"), saved["config"].get("batch_size")
-            ),
-            "threads": (torch.get_num_threads(), saved["threads"]),
-            "processes": (self.processes, saved.get("processes", 1)),
-        }  # fmt: skip
-        for name, (now, then) in now_and_then.items():
-            changed = "another stream" if name in ("seed", "batch_size") else "other roundings"
-            if then != now:
-                print(f"warning: {name} was {then} and is {now}: from here on {changed}")
-
     def _open_log(self) -> runlog.RunLog:
         """Open the log where the run stands; write down with what, and on what, it is made."""
         position = 0 if self.saved is None else self.saved["log_position"]
@@ -494,63 +417,3 @@ def set_up_process(config: settings.RunConfig) -> torch.device:
     set_precision(config.precision, device)
     seeding.seed_everything(seeding.SETUP, config.seed)
     return device
-
-
-def _open_folder(config: settings.RunConfig, name: str) -> Path:
-    started = distributed.run_name(os.environ) or f"{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = config.run_dir or Path("runs") / f"{name}-{started}"
-    of_run = settings.read_file(folder / settings.CONFIG_FILE, missing_ok=True)
-    if of_run and config.resume == "never":
-        raise UserError(f"--resume never: {folder} holds a run already; name another --run-dir")
-    if of_run and config.overfit_batch:
-        raise UserError(f"--overfit-batch: {folder} holds a run already; name another --run-dir")
-    if of_run and isinstance(config.resume, Path):
-        is_again = of_run.get("resume") == str(config.resume)
-        if not is_again and not _is_in(config.resume, folder):
-            raise UserError(f"--resume {config.resume}: {folder} holds another run already")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--run-dir {folder}: {error.strerror}") from None
-    return folder
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
-
-
-def read_trained(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read weights, and what is known about them, from a checkpoint or an exported file.
-
-    Raises:
-        UserError: the file is not there, is damaged, or was not written by a reference.
-    """
-    weights, about = on_main(lambda: _read_file(path))
-    if not weights or not isinstance(about, dict) or not {"model", "classes"} <= about.keys():
-        raise UserError(f"{path}: not written by a reference: it says nothing about its weights")
-    return weights, about
-
-
-def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if path.suffix == ".safetensors":
-        return read_weights(path)
-    saved = load(path)
-    return (saved.get("ema") or saved).get("model", {}), saved.get("about", {})
-
-
-def check_about(now: Mapping[str, Any], then: Mapping[str, Any], source: Path | str) -> None:
-    """Compare what is needed now with what a file says about its weights.
-
-    Raises:
-        UserError: they differ, in the network or in the data.
-    """
-    for name in now:
-        if now[name] != then.get(name):
-            if name == "normalization":  # long lists
-                raise UserError(f"{source}: its training data had other statistics: other data")
-            if name == "classes":
-                raise UserError(
-                    f"{source}: its classes are {then.get(name)}, here they are {now[name]}; "
-                    "--data and --data-dir choose the data"
-                )
-            raise UserError(f"{source}: its {name} is {then.get(name)}, here it is {now[name]}")

@@ -214,6 +214,34 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     assert "epoch 2/3" not in seen[3]
 
 
+@pytest.mark.slow
+def test_the_short_runs_and_the_measuring_of_weights_take_several_processes(tmp_path):
+    assert train(*TINY, "--dry-run", folder=tmp_path)["passed"]
+    assert train(*TINY, "--overfit-batch", "--batch-size=8", "--run-dir=run", folder=tmp_path)[
+        "passed"
+    ]
+    weights = f"--evaluate={tmp_path}/run/model.safetensors"
+    two, one = (train(*TINY, weights, folder=tmp_path, processes=n) for n in (2, 1))
+    assert two["test_accuracy"] == one["test_accuracy"]
+    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_in_several_processes_with_checkpointing_it_computes_the_same(tmp_path):
+    """And what it has saved goes on uncompiled, in one process."""
+    once = (*TINY, "--epochs=1")
+    compiled = ("--compile", "--activation-checkpointing=selective", "--run-dir=compiled")
+    ours = train(*once, *compiled, folder=tmp_path)
+    theirs = train(*once, "--run-dir=plain", folder=tmp_path)
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-3)
+    weights, others = (load_file(tmp_path / n / "model.safetensors") for n in ("compiled", "plain"))
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, others[name], rtol=1e-2, atol=1e-4)
+    plain = ("--no-compile", "--activation-checkpointing=none", "--run-dir=compiled")
+    result = train(*TINY, *plain, folder=tmp_path, processes=1)
+    assert (result["epochs"], result["steps"]) == (2, 40)
+
+
 FAULTY = """
 import sys
 import torch
@@ -304,6 +332,32 @@ def test_a_wrong_environment_is_one_line(environ, message):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert message in line
+
+
+def test_a_process_that_the_others_do_not_join_gives_up(tmp_path):
+    """As where fewer were started than WORLD_SIZE says."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import sys\n"
+        "from refs import vision_resnet_distributed as script\n"
+        "from shared.distributed import together\n"
+        "from shared.program import run_program\n"
+        "sys.exit(run_program(together(script.main, minutes=0.05), script.Config, ''))\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, script, *TINY],
+        env={**os.environ, **alone, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=GRACE,
+    )
+    assert done.returncode == 2
+    assert f"rank 0 of 2 cannot join the others at 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_script_that_is_one_process_says_so(tmp_path):

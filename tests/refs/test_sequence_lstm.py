@@ -27,15 +27,6 @@ VOWELS = sequences.load(Config())
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """The sums of a run depend on the number of threads: here it is always one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return Config(

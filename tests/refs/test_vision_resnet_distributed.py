@@ -25,15 +25,6 @@ STEPS = Path(__file__).parent / "distributed_steps.py"
 DIGITS = images.load(Config())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """The sums of a run depend on the number of threads: here it is always one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return Config(run_dir=tmp_path / "run", device="cpu", width=8, epochs=1, threads=1)
@@ -86,18 +77,26 @@ def test_one_process_ends_with_bitwise_the_weights_of_its_plain_sibling(config, 
 def run_steps(folder: Path, processes: int) -> dict:
     file = folder / f"{processes}.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run(
+    done = subprocess.run(
         [*command, f"--nproc-per-node={processes}", STEPS, file],
-        check=True,
         timeout=300,
         capture_output=True,
+        text=True,
     )
+    assert done.returncode == 0, done.stderr
     return torch.load(file)
 
 
-def test_gradients_and_weights_do_not_depend_on_the_number_of_processes(tmp_path):
+@pytest.fixture(scope="module")
+def steps_of(tmp_path_factory) -> dict[int, dict]:
+    """What came of the same steps in some processes, by their number."""
+    folder = tmp_path_factory.mktemp("steps")
+    return {processes: run_steps(folder, processes) for processes in (1, 2, 3)}
+
+
+def test_gradients_and_weights_do_not_depend_on_the_number_of_processes(steps_of):
     """In float64, with accumulation, augmentation and a last batch that does not divide."""
-    one, two, three = (run_steps(tmp_path, processes) for processes in (1, 2, 3))
+    one, two, three = steps_of.values()
     steps = 2 * 4
     assert one["seen"] == 2 * 37
     assert two["seen"] == 6 + 6 + 6 + 2 + 6 + 6 + 6 + 2, "rank 0 gets the larger shares"
@@ -110,6 +109,22 @@ def test_gradients_and_weights_do_not_depend_on_the_number_of_processes(tmp_path
             assert exact == pytest.approx(exactly, rel=1e-11)
         for name, weight in one["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_random_choices_of_a_step_differ_between_processes_and_steps(steps_of):
+    for processes, found in steps_of.items():
+        seeds = [seed for of_one in found["seeds"] for seed in of_one]
+        assert len(seeds) == len(set(seeds)) == processes * 2 * 4
+    assert steps_of[3]["seeds"][0][0] == steps_of[1]["seeds"][0][0], "of rank 0, as of one process"
+
+
+def test_batch_norm_averages_what_the_setting_says(steps_of):
+    """A mean over equal shares is that of the whole; the share of rank 0 is another thing."""
+    one = steps_of[1]["rank0"]
+    assert torch.equal(steps_of[1]["averaged"], one)
+    for processes in (2, 3):
+        torch.testing.assert_close(steps_of[processes]["averaged"], one, rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(steps_of[processes]["rank0"], one, rtol=1e-2, atol=1e-4)
 
 
 # fp16

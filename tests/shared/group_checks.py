@@ -161,6 +161,7 @@ def main() -> None:
             check(folder)
             distributed.largest(0)  # none is ahead: what the next one does is its own
     dist.destroy_process_group()
+    distributed.leave(0)
 
 
 if __name__ == "__main__":
