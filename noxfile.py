@@ -74,6 +74,6 @@ def stress(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """What the allocator setting gains on this machine; `--no-venv` uses the torch that is here."""
+    """Measure this machine; `-- --quick` in minutes, `--no-venv` with the torch that is here."""
     install(session, "-e", ".")
-    session.run("python", "-m", "bench.allocator", *session.posargs)
+    session.run("python", "-m", "pytest", "bench", *session.posargs)

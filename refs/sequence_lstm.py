@@ -36,9 +36,10 @@ from shared.data.sequences import (
     SequenceSet,
     measure_normalization,
 )
+from shared.errors import UserError
 from shared.initialization import initialize
 from shared.metrics import Evaluation, Tally
-from shared.precision import UnscaledPrecision, autocast
+from shared.precision import UnscaledPrecision, autocast, computes_bf16
 from shared.program import run_program
 from shared.resuming import check_about, read_trained
 from shared.runs import Run, StepResult, result_of, set_up_process
@@ -347,10 +348,19 @@ def make_preparation(about: Mapping[str, Any], config: Config, device: torch.dev
 
 
 def build_model(about: Mapping[str, Any], config: Config, device: torch.device) -> SequenceLSTM:
-    """The network that a description is of, on the device."""
+    """The network that a description is of, on the device.
+
+    Raises:
+        UserError: the device cannot run an LSTM in this precision.
+    """
     varlen = config.varlen
     if varlen == "auto":
         varlen = "packed" if device.type == "cuda" else "masked"
+    if varlen == "masked" and config.precision == "bf16" and not computes_bf16(device):
+        raise UserError(
+            "--precision bf16: an LSTM needs a CPU with AVX-512 for it, or --varlen packed, which "
+            "keeps it in fp32"
+        )
     return SequenceLSTM(**about["model"], dropout=config.dropout, varlen=varlen).to(device)
 
 

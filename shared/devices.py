@@ -78,7 +78,7 @@ def keep_freed_memory() -> bool:
     By default glibc maps every large tensor anew and unmaps it when it is freed, so that each
     training step pays for fresh zeroed pages. Kept on the heap, the pages are used again; huge
     pages make the first touch cheaper. Call it before the first tensor is made. What it gains is
-    measured by `bench/allocator.py`.
+    measured by the axis `allocator` of `bench`.
 
     Returns:
         Whether the setting took hold: False off Linux, and where malloc is not glibc's.

@@ -31,7 +31,7 @@ def set_precision(precision: Precision, device: torch.device) -> None:
         raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has no bfloat16")
     if precision == "fp16" and device.type not in ("cpu", "cuda", "xpu"):
         raise UserError(f"--precision fp16: gradients cannot be scaled on {device}; try bf16")
-    if precision == "fp16" and device.type == "cpu" and not _computes_fp16():
+    if precision == "fp16" and device.type == "cpu" and not computes_fp16():
         print(
             "warning: --precision fp16: this CPU has no float16 arithmetic, so it is tens of times "
             "slower than bf16 or fp32"
@@ -44,8 +44,14 @@ def _has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _computes_fp16() -> bool:
+def computes_fp16() -> bool:
+    """Whether the CPU has arithmetic of its own for float16: on x86 it takes AVX-512 with FP16."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has kernels of its own for bfloat16: on x86 they take AVX-512."""
+    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

@@ -66,7 +66,7 @@ def _run(
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     except MEMORY_ERRORS as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         hint = "try a smaller --batch-size, more --accumulate, or --precision bf16"
         print(f"{prog}: out of memory: {hint}", file=sys.stderr)
@@ -94,6 +94,7 @@ def _run(
     return 0 if result.get("passed", True) else 1
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was short."""
     is_named = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return is_named or "can't allocate memory" in str(error)

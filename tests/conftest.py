@@ -18,8 +18,17 @@ TINY = ("--epochs=2", "--device=cpu", "--threads=1", "--log-every=5")
 NARROW = {"vision_resnet.py": ("--width=8",), "sequence_lstm.py": ("--hidden=8", "--batch-size=13")}
 """A small network for each script, and batches of which an epoch has about twenty."""
 
+LONGEST = 600
+"""Seconds of any test."""
+
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Here and not in pyproject.toml: a comparison of `pytest bench` may take hours."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(LONGEST))
 
 
 @pytest.fixture

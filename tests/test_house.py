@@ -21,6 +21,7 @@ LEVELS = ("shared", "refs", "bench")
 PRE_COMMIT = ".pre-commit-config.yaml"
 
 NEEDED_WITHOUT_IMPORT = {
+    "pytest-benchmark": "a plugin of pytest, which `pytest bench` loads",
     "tensorboard": "torch.utils.tensorboard imports it",
 }
 """Dependencies that no module imports by name, and why they are needed all the same."""

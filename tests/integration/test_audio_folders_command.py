@@ -94,6 +94,7 @@ def test_weights_of_the_other_script_are_refused(run, tmp_path):
     assert "step-00000020.pt: its" in complaint(resumed)
 
 
+@pytest.mark.slow
 def test_a_position_in_buckets_holds_for_their_size_alone(run, start, tmp_path):
     flags = ("--run-dir=mine", "--checkpoint-every=4", "--epochs=1")
     last_line(run(SCRIPT, *flags))

@@ -121,6 +121,7 @@ def test_a_run_leaves_exactly_these_files_and_ends_with_one_line_of_json(run, tm
         assert evaluated["test_loss"] == pytest.approx(result["test_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_saved_settings_fed_back_give_the_same_weights(run, tmp_path, undisturbed):
     whole = undisturbed_run(undisturbed, run, "all", *ALL_OF_IT)
     last_line(run(SCRIPT, f"--config={whole}/config.toml", "--run-dir=again"))
@@ -131,9 +132,14 @@ def test_the_saved_settings_fed_back_give_the_same_weights(run, tmp_path, undist
 @pytest.mark.parametrize(
     ("name", "flags", "script"),
     [
-        ("all", ALL_OF_IT, SCRIPT),
+        pytest.param("all", ALL_OF_IT, SCRIPT, marks=pytest.mark.stress),
         ("all", (*ALL_OF_IT, "--workers=2"), SCRIPT),
-        ("plateau", ("--schedule=plateau", "--optimizer=adamw", "--checkpoint-every=3"), SCRIPT),
+        pytest.param(
+            "plateau",
+            ("--schedule=plateau", "--optimizer=adamw", "--checkpoint-every=3"),
+            SCRIPT,
+            marks=pytest.mark.stress,
+        ),
         ("masks", (*ALL_OF_IT, "--time-masks=2", "--workers=2"), SEQUENCES),
     ],
     ids=["no workers", "two workers", "plateau and adamw", "sequences"],
@@ -235,6 +241,7 @@ def test_a_run_from_a_checkpoint_of_another_goes_on_when_it_is_started_again(run
     assert "first holds another run already" in refused.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_train_in_one_folder(run, start, tmp_path):
     first = start(SCRIPT, "--run-dir=mine", "--epochs=30")
     wait_for(lambda: has_logged_a_step(tmp_path / "mine"), first)
@@ -255,6 +262,7 @@ def test_a_damaged_log_does_not_stop_a_run_from_going_on(run, tmp_path):
     assert last_line(run(SCRIPT, "--run-dir=mine"))["steps"] == 40
 
 
+@pytest.mark.slow
 def test_overfitting_does_not_touch_a_run(run, tmp_path):
     last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
     done = run(SCRIPT, "--run-dir=mine", "--overfit-batch")
@@ -263,6 +271,7 @@ def test_overfitting_does_not_touch_a_run(run, tmp_path):
     assert "overfit" not in (tmp_path / "mine" / "config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_leaves_no_traceback(start):
     process = start(SCRIPT, "--run-dir=mine")
     process.stdout.readline()
@@ -286,6 +295,7 @@ def test_overfit_batch_passes_with_a_picture(run, tmp_path, script):
     assert (tmp_path / "learnt" / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_says_where_and_keeps_the_last_good_checkpoint(run, tmp_path):
     last_line(run(SCRIPT, "--run-dir=mine", "--epochs=1"))
     before = files(tmp_path / "mine" / "checkpoints")
@@ -298,6 +308,7 @@ def test_a_loss_that_is_not_finite_says_where_and_keeps_the_last_good_checkpoint
     assert all(tensor.isfinite().all() for tensor in saved["model"].values())
 
 
+@pytest.mark.slow
 def test_profile_writes_a_trace(run, tmp_path):
     done = run(SCRIPT, "--profile", "--run-dir=mine", "--epochs=1")
     last_line(done)

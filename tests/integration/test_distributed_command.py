@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "refs/vision_resnet_distributed.py"
 TINY = ("--width=8", "--epochs=2", "--device=cpu", "--threads=1", "--log-every=5")
-LONGER = (*TINY, "--epochs=8", "--checkpoint-every=5", "--ema=0.9", "--clip-norm=1")
+LONGER = (*TINY, "--epochs=4", "--checkpoint-every=5", "--ema=0.9", "--clip-norm=1")
 ALONE = ("--standalone",)
 """torchrun takes a free port, and makes up an id."""
 NO_ID = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
@@ -132,10 +132,16 @@ def test_two_processes_leave_one_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "job", "name"),
-    [(0, ALONE, r"[0-9a-f-]{36}"), (1, NO_ID, r"\d{8}-\d{6}-\d+"),
-     (1, (*NO_ID, "--rdzv-id=my-job"), r"my-job")],
-    ids=["rank 0", "rank 1, no id", "rank 1, an id"],
-)  # fmt: skip
+    [
+        pytest.param(0, ALONE, r"[0-9a-f-]{36}", id="rank 0", marks=pytest.mark.stress),
+        pytest.param(1, NO_ID, r"\d{8}-\d{6}-\d+", id="rank 1, no id"),
+        pytest.param(
+            *(1, (*NO_ID, "--rdzv-id=my-job"), r"my-job"),
+            id="rank 1, an id",
+            marks=pytest.mark.stress,
+        ),
+    ],
+)
 def test_a_killed_process_leaves_no_trace_in_the_weights(tmp_path, undisturbed, rank, job, name):
     """torchrun starts all of them again, which find the folder by the name of the job."""
     process = launch(SCRIPT, *LONGER, folder=tmp_path, torchrun=(*job, "--max-restarts=2"))
@@ -174,7 +180,14 @@ def torchrun_is_killed(process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stop", [to_torchrun, to_everyone, to_one_process, by_the_keyboard, torchrun_is_killed]
+    "stop",
+    [
+        to_torchrun,
+        by_the_keyboard,
+        torchrun_is_killed,
+        pytest.param(to_everyone, marks=pytest.mark.stress),
+        pytest.param(to_one_process, marks=pytest.mark.stress),
+    ],
 )
 def test_all_stop_at_one_step_and_go_on_bitwise(tmp_path, undisturbed, stop):
     flags = (*LONGER, "--checkpoint-every=0", "--workers=1", "--run-dir=run")
@@ -193,7 +206,7 @@ def test_all_stop_at_one_step_and_go_on_bitwise(tmp_path, undisturbed, stop):
     (step,) = re.findall(r"interrupted at step (\d+), which is saved", stderr)
     assert checkpoints(folder) == {f"step-{int(step):08}.pt"}
     result = train(*flags, folder=tmp_path)
-    assert result["steps"] == 160
+    assert result["steps"] == 80
     assert_same_weights(folder, undisturbed)
 
 
@@ -217,7 +230,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
 @pytest.mark.slow
 def test_the_short_runs_and_the_measuring_of_weights_take_several_processes(tmp_path):
     assert train(*TINY, "--dry-run", folder=tmp_path)["passed"]
-    assert train(*TINY, "--overfit-batch", "--batch-size=8", "--run-dir=run", folder=tmp_path)[
+    assert train(*TINY, "--overfit-batch", "--batch-size=12", "--run-dir=run", folder=tmp_path)[
         "passed"
     ]
     weights = f"--evaluate={tmp_path}/run/model.safetensors"
@@ -262,6 +275,7 @@ sys.exit(run_program(together(script.main), script.Config, ""))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message", "times"),
     [
@@ -283,6 +297,7 @@ def test_a_process_that_fails_ends_all_with_its_message(tmp_path, fault, message
     assert "gloo" not in stderr, "of the others' lost connections nothing is told"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -302,6 +317,7 @@ def test_an_error_that_all_have_is_told_once(tmp_path, flags, message):
     assert stderr.count(message) == 1, stderr
 
 
+@pytest.mark.slow
 def test_shares_of_different_size_train(tmp_path):
     """The last batch of an epoch has 5 of 1259 samples, and those of two parts have others."""
     result = train(*TINY, "--batch-size=418", "--epochs=1", "--run-dir=run", folder=tmp_path)
@@ -334,6 +350,7 @@ def test_a_wrong_environment_is_one_line(environ, message):
     assert message in line
 
 
+@pytest.mark.slow
 def test_a_process_that_the_others_do_not_join_gives_up(tmp_path):
     """As where fewer were started than WORLD_SIZE says."""
     script = tmp_path / "alone.py"

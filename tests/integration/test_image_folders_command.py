@@ -86,6 +86,7 @@ def test_images_of_any_size_are_cropped_to_one(run, tmp_path, kept):
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_classes_are_balanced_when_asked_for(run, tmp_path):
     fill(tmp_path / "pictures")
     for path in sorted((tmp_path / "pictures" / "below").iterdir())[10:]:
@@ -112,6 +113,7 @@ def test_every_broken_file_is_named_at_once(run, tmp_path):
         assert f"{name}: not an image" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_file_that_goes_during_the_run_is_named(run, start, tmp_path):
     fill(tmp_path / "pictures", per_class=200)
     flags = ("--cache-gb=0", "--image-size=32", "--workers=1", "--epochs=99", "--run-dir=mine")
@@ -147,6 +149,7 @@ def test_what_is_wrong_with_the_data_is_one_line(run, tmp_path, flags, expected)
     assert expected in complaint(run(SCRIPT, *flags))
 
 
+@pytest.mark.slow
 def test_weights_of_other_classes_are_refused(run, tmp_path):
     fill(tmp_path / "pictures")
     last_line(run(SCRIPT, *FOLDER, "--run-dir=mine", "--epochs=1"))

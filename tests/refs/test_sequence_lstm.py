@@ -18,12 +18,16 @@ from shared import seeding
 from shared.data import sequences
 from shared.data.sequences import SequenceBatch
 from shared.errors import UserError
+from shared.precision import computes_bf16
 from shared.program import run_program
 from shared.runs import Run
 
 GOLDEN = Path(__file__).parent / "sequence_lstm_keys.json"
 CPU = torch.device("cpu")
 VOWELS = sequences.load(Config())
+NEEDS_BF16 = pytest.mark.skipif(
+    not computes_bf16(CPU), reason="this CPU has no LSTM in bfloat16; the refusal is a test"
+)
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 
@@ -264,7 +268,11 @@ def test_dropout_repeats_with_the_step_and_is_the_same_packed_and_masked():
 
 
 @pytest.mark.parametrize(
-    ("varlen", "dtype"), [("packed", torch.float32), ("masked", torch.bfloat16)]
+    ("varlen", "dtype"),
+    [
+        ("packed", torch.float32),
+        pytest.param("masked", torch.bfloat16, marks=NEEDS_BF16),
+    ],
 )
 def test_the_type_that_ran_is_told(config, varlen, dtype):
     config = replace(config, precision="bf16", varlen=varlen)
@@ -273,6 +281,17 @@ def test_the_type_that_ran_is_told(config, varlen, dtype):
     assert sequence_lstm.lstm_dtype(model, config, CPU) == dtype
     config = replace(config, precision="fp32")
     assert sequence_lstm.lstm_dtype(model, config, CPU) == torch.float32
+
+
+def test_a_cpu_without_bfloat16_is_told_at_once(config, monkeypatch):
+    monkeypatch.setattr(sequence_lstm, "computes_bf16", lambda device: False)
+    about = sequence_lstm.describe(VOWELS.train, config)
+    for varlen in ("auto", "masked"):
+        wanted = replace(config, precision="bf16", varlen=varlen)
+        with pytest.raises(UserError, match="--precision bf16: an LSTM needs a CPU with AVX-512"):
+            sequence_lstm.build_model(about, wanted, CPU)
+        sequence_lstm.build_model(about, replace(wanted, precision="fp32"), CPU)
+    sequence_lstm.build_model(about, replace(config, precision="bf16", varlen="packed"), CPU)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 370])
@@ -340,7 +359,10 @@ def die_at(monkeypatch, step: int, config: Config) -> None:
     [
         {"ema": 0.9, "accumulate": 2, "optimizer": "sgd", "schedule": "plateau"},
         {"time_masks": 2, "feature_masks": 1, "varlen": "packed", "batch_size": 50},
-        {"precision": "bf16", "pooling": "last", "schedule": "step", "bucket": False},
+        pytest.param(
+            {"precision": "bf16", "pooling": "last", "schedule": "step", "bucket": False},
+            marks=NEEDS_BF16,
+        ),
     ],
     ids=["plateau", "masks", "bf16"],
 )

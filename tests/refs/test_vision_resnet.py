@@ -313,7 +313,7 @@ def test_a_deterministic_run_on_an_accelerator_resumes_bitwise(
 def test_compiled_and_eager_agree_and_a_compiled_run_resumes_bitwise(config, tmp_path, monkeypatch):
     few = DIGITS.spread(64)  # one shape alone is to be compiled, to save time
     monkeypatch.setattr(images, "load", lambda *_, **__: few)
-    config = replace(config, compile=True, width=4, batch_size=32, checkpoint_every=1)
+    config = replace(config, compile=True, width=8, batch_size=32, checkpoint_every=1)
     weights = final_weights(config)
     again = replace(config, run_dir=tmp_path / "again")
     die_at(monkeypatch, 1, again)

@@ -110,7 +110,7 @@ def test_fp16_computes_products_in_float16_and_sums_of_losses_in_float32():
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_fp16_on_a_cpu_that_has_to_emulate_it_is_warned_of(monkeypatch, capsys, computes):
-    monkeypatch.setattr("shared.precision._computes_fp16", lambda: computes)
+    monkeypatch.setattr("shared.precision.computes_fp16", lambda: computes)
     set_precision("fp16", CPU)
     assert ("no float16 arithmetic" in capsys.readouterr().out) is not computes
 

@@ -275,7 +275,7 @@ def test_what_is_repeated_is_counted():
 def compiled_or_not(how: str, compiled: bool) -> tuple[list[Tensor], int]:
     """Losses, gradients and buffers of two steps; bytes that the last kept for its backward."""
     torch.manual_seed(0)
-    model = ResNet(4, channels=1, stem="cifar", width=4)
+    model = ResNet(4, channels=1, stem="cifar", width=8)
     for block in model.modules():
         if isinstance(block, BasicBlock):
             recompute(block, how, KEPT)

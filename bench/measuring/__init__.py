@@ -1,0 +1,1 @@
+"""The wing that starts processes: a conductor outside, a worker inside, a journal between."""
