@@ -93,5 +93,6 @@ def test_pytest_benchmark_reads_the_file_and_its_times_are_ours(measured):
 def test_mistakes_are_one_line_before_anything_is_started(tmp_path):
     done = bench("--axis=precison", f"--results={tmp_path}/a.json")
     assert done.returncode == 4
-    assert done.stderr.splitlines()[-1].startswith("ERROR: --axis precison: there are parallel")
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("ERROR: --axis precison: there are parallel")
     assert list(tmp_path.iterdir()) == []
