@@ -46,7 +46,7 @@ _ROWS = (
         "resnet18",
         (3, 32, 32),
         {"stem": "imagenet"},
-        batch_small=64,
+        batch_small=32,
         batch_large=4096,
     ),
     Workload(
@@ -65,7 +65,7 @@ _ROWS = (
         "sequences",
         "lstm",
         settings={"shortest": 20, "longest": 100},
-        batch_small=64,
+        batch_small=32,
         batch_large=512,
     ),
     Workload(

@@ -74,6 +74,11 @@ def _resnet50() -> nn.Module:
     from torchvision.models import resnet50
 
     model: nn.Module = resnet50(num_classes=CLASSES)
+    # As it starts, each block amplifies the rounding of the one before: after 16 of them gradients
+    # in float32 are 2 % from those in float64, and nothing could be told by comparing them.
+    for block in model.modules():
+        if isinstance(block, _bottleneck()):
+            nn.init.constant_(block.bn3.weight, 0.2)
     return model
 
 

@@ -26,7 +26,7 @@ from shared.training import Learner
 
 BATCHES = 4
 """Of images in memory, used in turn."""
-SEQUENCE_BATCHES = 8
+SEQUENCE_BATCHES = 4
 """Of sequences, whose lengths differ: a block makes whole turns."""
 LR = 1e-3
 """Small, so that a model does not learn its few batches so well that numbers become strange."""
