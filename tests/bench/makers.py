@@ -56,7 +56,7 @@ class Spin:
             case "nan" if self._steps > 8:
                 loss = loss * math.nan
             case "wrong":
-                self.model.weight.grad *= 1.01
+                self.model.weight.grad *= 1.1
             case "hog":
                 self._kept = torch.ones(1 << 33, dtype=torch.uint8)
         if self._fault == "unsynchronised":
