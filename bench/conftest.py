@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +17,38 @@ from bench.suite import Options, Suite, write
 from shared.errors import UserError
 
 SUITE = pytest.StashKey[Suite]()
+DEST = "refbench_"
+"""What the attribute in which pytest keeps a field of `Options` begins with."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare what a suite can be told."""
     group = parser.getgroup("refbench", "what to measure, and how well")
-    group.addoption(
-        "--results",
-        type=Path,
-        help="file of the results, by default under results/, named by the moment; its journal "
-        "lies beside it",
-    )
-    group.addoption("--resume", action="store_true", help="go on with the journal beside --results")
-    group.addoption(
-        "--quick",
-        action="store_true",
-        help="one workload for an axis, one launch of two short blocks: everything once, in "
-        "minutes, and no verdicts",
-    )
-    group.addoption(
-        "--axis", action="append", help="an axis to measure, as often as wanted; default: all"
-    )
-    group.addoption("--workload", action="append", help="a workload to measure, as often as wanted")
-    group.addoption("--bench-device", default="auto", help="auto, cpu, cuda, cuda:1")
-    group.addoption("--threads", type=int, help="of each process; default: one a core")
-    group.addoption("--launches", type=int, help="of each variant, at most")
-    group.addoption("--blocks", type=int, help="of each launch")
-    group.addoption("--block-seconds", type=float, help="of a block, at least a step")
-    group.addoption(
-        "--budget-minutes", type=float, help="for each comparison; begun rounds are finished"
-    )
-    group.addoption("--margin", type=float, help="differences up to this count as none (0.02)")
-    group.addoption("--batch-size", help="for all workloads, or auto: the largest that fits")
-    group.addoption("--limit-seconds", type=float, help="of silence, after which a launch is lost")
-    group.addoption(
-        "--against",
-        metavar="PYTHON",
-        help="compare with another interpreter, interleaved: another torch, say",
-    )
-    group.addoption(
-        "--against-commit", metavar="REV", help="compare with another commit, interleaved"
-    )
+
+    def add(flag: str, field: str, **options: Any) -> None:
+        group.addoption(flag, dest=DEST + field, **options)
+
+    add("--results", "results", type=Path, help="file to write; default: a new one in results/")
+    add("--resume", "resume", action="store_true", help="go on with the journal beside --results")
+    quick = "one workload for an axis, one launch of two short blocks: minutes, and no verdicts"
+    add("--quick", "quick", action="store_true", help=quick)
+    add("--axis", "axis", action="append", help="an axis to measure, as often as wanted")
+    add("--workload", "workload", action="append", help="likewise a workload")
+    add("--bench-device", "device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--threads", "threads", type=int, help="of each process; default: torch's own choice")
+    add("--launches", "launches", type=int, help="of each variant, at most (16)")
+    add("--blocks", "blocks", type=int, help="of each launch (8)")
+    add("--block-seconds", "block_s", type=float, help="of a block, at least a step (0.5)")
+    budget = "for each comparison; begun rounds are finished (no end)"
+    add("--budget-minutes", "budget_minutes", type=float, help=budget)
+    add("--margin", "margin", type=float, help="differences up to this count as none (0.02)")
+    add("--batch-size", "batch_size", help="for all workloads, or auto: the largest that fits")
+    limit = "of silence, after which a launch is lost (900)"
+    add("--limit-seconds", "limit_s", type=float, help=limit)
+    against = "compare with another interpreter, interleaved: another torch, say"
+    add("--against", "against", metavar="PYTHON", help=against)
+    commit = "compare with another commit, interleaved"
+    add("--against-commit", "against_commit", metavar="REV", help=commit)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if getattr(option, "numprocesses", None):
         raise pytest.UsageError("-n: measurements take turns, and cannot run side by side")
-    chosen = {field: getattr(option, flag) for field, flag in _FLAGS.items()}
+    chosen = {field.name: getattr(option, DEST + field.name) for field in fields(Options)}
     if option.benchmark_json:
         chosen["results"] = chosen["results"] or Path(option.benchmark_json)
     try:
@@ -85,27 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def _interrupt(signum: int, frame: object) -> None:
     """End as Ctrl-C does: workers are ended, and what was measured is written."""
     raise KeyboardInterrupt
-
-
-_FLAGS = {
-    "results": "results",
-    "resume": "resume",
-    "quick": "quick",
-    "axis": "axis",
-    "workload": "workload",
-    "device": "bench_device",
-    "threads": "threads",
-    "launches": "launches",
-    "blocks": "blocks",
-    "block_s": "block_seconds",
-    "budget_minutes": "budget_minutes",
-    "margin": "margin",
-    "batch_size": "batch_size",
-    "limit_s": "limit_seconds",
-    "against": "against",
-    "against_commit": "against_commit",
-}
-"""Fields of `Options` by the attribute in which pytest keeps the flag."""
 
 
 def _teller(config: pytest.Config) -> Callable[[str], None]:

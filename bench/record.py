@@ -13,9 +13,9 @@ from importlib.resources import files
 from typing import Any
 
 from bench import statistics
-from bench.measuring.conductor import launches_of
+from bench.measuring.history import first_launches, launches_of
 from bench.measuring.journal import Event, Journal
-from bench.statistics import Comparison, Row, Rules
+from bench.statistics import Comparison, Report, Row, Rules
 
 SCHEMA_VERSION = 1
 
@@ -24,6 +24,7 @@ BUSY = 0.2
 
 FLAGS = {
     "numerics": "its first steps are further from float64 than the tolerances of its precision",
+    "unchecked": "there were no first steps in float64 to compare with",
     "recompiled": "something was compiled inside a timed block",
     "unsynchronised": "the device was still at work when the time was taken",
     "not_steady": "it was still getting faster when warm-up had to end",
@@ -39,22 +40,22 @@ FLAGS = {
 def parts(journal: Journal, rules: Rules) -> dict[str, Any]:
     """What a file has beside pytest-benchmark's own: `refbench` and `cases`."""
     suite = next(journal.find("suite"))
+    report = statistics.judge(comparisons(journal), rules)
     return {
         "refbench": {
             "schema_version": SCHEMA_VERSION,
             **{k: suite[k] for k in ("began", "plan", "facts", "machine", "subject")},
             "peak_flop_per_s": suite["peak_flop_per_s"],
             "rules": asdict(rules),
-            "comparisons": summary(journal, rules),
+            "comparisons": summary(journal, report),
             "flags": FLAGS,
         },
-        "cases": cases(journal, rules),
+        "cases": cases(journal, report),
     }
 
 
-def cases(journal: Journal, rules: Rules) -> list[dict[str, Any]]:
+def cases(journal: Journal, report: Report) -> list[dict[str, Any]]:
     """A row for each case, whatever became of it."""
-    report = statistics.judge(comparisons(journal), rules)
     rows = []
     for event in asked(journal):
         result = report.results.get(_comparison_of(event))
@@ -83,9 +84,8 @@ def comparisons(journal: Journal) -> dict[str, Comparison]:
     return kept
 
 
-def summary(journal: Journal, rules: Rules) -> list[dict[str, Any]]:
+def summary(journal: Journal, report: Report) -> list[dict[str, Any]]:
     """What is said of each comparison as a whole."""
-    report = statistics.judge(comparisons(journal), rules)
     rows = []
     for name, result in report.results.items():
         ended = next(journal.find("ended", comparison=name), None)
@@ -128,7 +128,7 @@ def _comparison_of(event: Event) -> str:
 def _row(journal: Journal, event: Event, result: statistics.Result | None) -> dict[str, Any]:
     """Everything about one case but how it compares."""
     name = event["case"]
-    launches = list(journal.find("launch", case=name))
+    launches = first_launches(journal, name)
     blocks = list(journal.find("block", case=name))
     lost = [
         {"round": e["round"], "status": e["status"], "reason": e["reason"]}
@@ -179,9 +179,7 @@ def _speed(
     journal: Journal, event: Event, row: dict[str, Any]
 ) -> tuple[float | None, float | None]:
     """Operations a second that the model needs; and as a share of the peak of its precision."""
-    exact = next(
-        journal.find("exact", workload=event["workload"], batch_size=event["batch_size"]), None
-    )
+    exact = next(journal.find("exact", case=event["case"]), None)
     if exact is None or row["step_s"] is None:
         return None, None
     reached = exact["flop_per_step"] / row["step_s"]
@@ -262,6 +260,7 @@ def _flags(
     throttled = row["telemetry"]["throttled"] or {}
     found = {
         "numerics": row["numerics"] is not None and not row["numerics"]["passed"],
+        "unchecked": row["numerics"] is None,
         "recompiled": any(block["recompilations"] for block in blocks),
         "unsynchronised": any(block["unsynchronised"] for block in blocks),
         "not_steady": not all(launch["steady"] for launch in launches),
@@ -276,7 +275,7 @@ def _flags(
     return [name for name, holds in found.items() if holds]
 
 
-def _give_ratios(rows: list[dict[str, Any]], report: statistics.Report) -> None:
+def _give_ratios(rows: list[dict[str, Any]], report: Report) -> None:
     """Add to each row how it compares with its baseline."""
     for row in rows:
         result = report.results.get(f"{row['axis']}/{row['workload']}")
@@ -316,11 +315,12 @@ def table(content: dict[str, Any]) -> Iterator[str]:
         if row["status"] != "ok":
             yield f"{row['case']:<44} {row['status']}: {row['reason']}"
             continue
+        verdict = row["verdict"] or ("" if row["role"] == "baseline" else row["role"])
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         interval = "" if row["interval"] is None else "{:.3f}-{:.3f}".format(*row["interval"])
         yield (
             f"{row['case']:<44} {row['samples_per_s']:>10,.1f} {ratio:>6} {interval:>14} "
-            f"{row['verdict'] or row['role'] * (row['role'] == 'control'):<10} "
+            f"{verdict:<10} "
             f"{_gigabytes(row['memory']):>8}  {' '.join(row['flags'])}"
         ).rstrip()
 

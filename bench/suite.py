@@ -1,7 +1,6 @@
 """A suite: what is asked for, measured comparison by comparison, and the file that comes of it."""
 
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -12,10 +11,10 @@ from typing import Any
 
 from bench import record
 from bench.axes import AXES, Axis, Case, cases_of
-from bench.measuring.conductor import Conductor, Members, Plan
+from bench.measuring.conductor import Conductor
 from bench.measuring.journal import Journal
 from bench.measuring.launch import ROOT, Lost, Place
-from bench.switches import Facts
+from bench.measuring.plan import Members, Plan
 from bench.workloads import WORKLOADS
 from shared.errors import UserError
 from shared.files import atomic_write
@@ -97,7 +96,7 @@ class Options:
         """How to measure."""
         values: dict[str, Any] = {
             "device": self.device,
-            "threads": self.threads or _cores(),
+            "threads": self.threads,
             "launches": self.launches,
             "blocks": self.blocks,
             "block_s": self.block_s,
@@ -121,15 +120,6 @@ class Options:
             names = [n for n in axis.workloads if self.workload is None or n in self.workload]
             for name in names[:1] if self.quick else names:
                 yield from cases_of(axis, WORKLOADS[name])
-
-
-def _cores() -> int:
-    """Physical cores that this process may use: two threads of one core gain nothing here."""
-    import psutil
-
-    physical = psutil.cpu_count(logical=False) or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return min(physical, usable)
 
 
 class Suite:
@@ -162,7 +152,6 @@ class Suite:
         """The cases to measure, by axis/workload."""
         self._begun: list[str] = []
         self._conductor: Conductor | None = None
-        self._facts: Facts | None = None
         self.journal: Journal | None = None
 
     def select(self, names: Sequence[str | None]) -> None:
@@ -189,19 +178,15 @@ class Suite:
         if comparison not in self._begun:
             self._begun.append(comparison)
             self._tell(f"{comparison}: comparison {len(self._begun)} of {len(self.selected)}")
-        assert self._facts is not None
-        conductor.measure(Members(comparison, self.selected[comparison]), self._facts)
-        assert self.journal is not None
-        rows = {row["case"]: row for row in record.cases(self.journal, self.plan.rules)}
-        return rows[case]
+        conductor.measure(Members(comparison, self.selected[comparison]))
+        return next(row for row in self.parts()["cases"] if row["case"] == case)
 
     def _open(self) -> Conductor:
         if self._conductor is None:
             self.journal = Journal(self.journal_file)
             rows = sum(len(cases) - 2 for cases in self.selected.values())
-            self._conductor = Conductor(self.journal, self.plan, rows, self._places, self._tell)
             try:
-                self._facts = self._conductor.open_suite()
+                self._conductor = Conductor(self.journal, self.plan, rows, self._places, self._tell)
             except Lost as lost:
                 raise UserError(f"the machine cannot be described: {lost.reason}") from None
             self._conductor.ask([Members(*pair) for pair in self.selected.items()])
@@ -225,6 +210,7 @@ class Suite:
                     check=False,
                     capture_output=True,
                 )
+                place.root.parent.rmdir()
 
 
 def _places(options: Options) -> dict[str, Place]:

@@ -222,8 +222,8 @@ def check_images(part: ImageSet, config: Config) -> None:
     if smallest == 1 and max(height, width) <= (32 if stem == "imagenet" else 8):
         raise UserError(
             f"--batch-size {config.batch_size} --accumulate {config.accumulate}: of {len(part)} "
-            f"samples the smallest micro-batch has one, and {height}x{width} images end as a pixel "
-            f"with --stem {stem}: BatchNorm cannot learn from a single value"
+            f"samples the smallest micro-batch of a process has one, and {height}x{width} images "
+            f"end as a pixel with --stem {stem}: BatchNorm cannot learn from a single value"
         )
 
 

@@ -33,6 +33,8 @@ def choose_device(name: str) -> torch.device:
             f"--device {name}: not a device; try auto, cpu, cuda, cuda:1, mps, xpu"
         ) from None
     if device.type == "cpu":
+        if device.index:
+            raise UserError(f"--device {name}: the cores of a machine are one device, cpu")
         return torch.device("cpu")
     if accelerator is None or device.type != accelerator.type:
         has = f"its accelerator is {accelerator.type}" if accelerator else "it has no accelerator"

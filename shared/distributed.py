@@ -5,17 +5,22 @@ there is one process, and nothing here does anything.
 """
 
 import atexit
+import hashlib
 import inspect
+import io
 import os
+import platform
 import signal
+import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import psutil
@@ -43,6 +48,9 @@ MAIN_SPEAKS_FIRST = 2.0
 """Seconds that other ranks wait with an error. Most errors are had by all of them alike; torchrun
 ends the rest as soon as one has ended, so that each error is told once."""
 
+LONG_WAIT = 10.0
+"""Seconds after which a process says that it waits for the others."""
+
 _CPU = torch.device("cpu")
 _PORT = "port of the store"
 
@@ -68,9 +76,11 @@ class Launch(NamedTuple):
         values = {}
         for name in names:
             default = environ.get(name.removeprefix("LOCAL_"))  # all on one machine, unless told
-            value = environ.get(name, default) or ""
+            value = environ.get(name, default)
+            if value is None:
+                raise UserError(f"{name} is not set, and WORLD_SIZE is: start with torchrun")
             if not value.isdecimal():
-                raise UserError(f"{name} is {value!r}, and WORLD_SIZE is set: start with torchrun")
+                raise UserError(f"{name} is {value!r}, and has to be a number: start with torchrun")
             values[name.lower()] = int(value)
         launch = cls(**values)
         if not launch.local_rank < launch.local_world_size <= launch.world_size > launch.rank:
@@ -137,7 +147,8 @@ def together(main: Callable[[ConfigT], T], minutes: float = 10) -> Callable[[Con
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         with _group(launch, minutes), _silenced(launch.rank > 0):
             config = on_main(lambda: config)
-            if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and config.resume == "never":
+            is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            if is_again and config.resume == "never":
                 config = replace(config, resume="auto")  # torchrun's own new start of this run
             return main(config)
 
@@ -166,7 +177,14 @@ def _take_device(name: str, launch: Launch) -> None:
 @contextmanager
 def _group(launch: Launch, minutes: float) -> Iterator[None]:
     # No backend is named: gloo for tensors on the CPU, NCCL and the like for those on accelerators.
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(f"{name} is not set, and WORLD_SIZE is: start with torchrun")
     timeout = timedelta(minutes=minutes)
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    line = f"rank {launch.rank} of {launch.world_size} waits for the others at {place}"
+    waits = Timer(LONG_WAIT, print, [line], {"file": sys.stderr, "flush": True})
+    waits.start()
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, numbers = _fresh_store(launch, timeout), (launch.world_size, launch.rank)
@@ -177,8 +195,10 @@ def _group(launch: Launch, minutes: float) -> Iterator[None]:
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise UserError(
             f"rank {launch.rank} of {launch.world_size} cannot join the others at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {_first_line(error)}"
+            f"{place}: {_first_line(error)}"
         ) from None
+    finally:
+        waits.cancel()
     try:
         yield
     except RuntimeError as error:
@@ -209,8 +229,10 @@ def _fresh_store(launch: Launch, timeout: timedelta) -> TCPStore:
     while True:
         port = int(of_torchrun.get(_PORT))
         try:
+            # A port that is gone is found out here: TCPStore would print what it tries.
+            socket.create_connection((host, port), timeout=1).close()
             store = TCPStore(host, port, launch.world_size, False, timedelta(seconds=1))
-        except dist.DistError:
+        except (OSError, dist.DistError):
             if time.monotonic() - began > timeout.total_seconds():
                 raise
         else:
@@ -234,7 +256,7 @@ def _silenced(silent: bool) -> Any:
 
 def speaks_first() -> bool:
     """Whether this process is the main one, also when the processes have parted."""
-    return os.environ.get("RANK", "0") == "0"
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def leave(code: int) -> NoReturn:
@@ -261,6 +283,22 @@ def main_speaks_first() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def told_later() -> Iterator[None]:
+    """Hold back what is printed inside, where rank 0 prints the same; let it be, if all is well."""
+    if speaks_first():
+        yield
+        return
+    told = io.StringIO()
+    try:
+        with redirect_stdout(told), redirect_stderr(told):
+            yield
+    except BaseException:
+        time.sleep(MAIN_SPEAKS_FIRST)
+        sys.stderr.write(told.getvalue())
+        raise
+
+
 def on_main(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 alone. All get what it returns there, or raise its UserError."""
     if world_size() == 1:
@@ -275,6 +313,28 @@ def on_main(make: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]  # type: ignore[no-any-return]
+
+
+def check_same(what: str, value: object) -> None:
+    """Refuse to go on where processes differ in what all should have alike.
+
+    Args:
+        what: for the message.
+        value: that of this process, of which the text is compared.
+
+    Raises:
+        UserError: in all of them, if one has another value; names that one and its machine.
+    """
+    if world_size() == 1:
+        return
+    own = hashlib.sha256(repr(value).encode()).hexdigest(), platform.node()
+    of_all: list[Any] = [None] * world_size()
+    dist.all_gather_object(of_all, own)
+    for number, (digest, host) in enumerate(of_all):
+        if digest != of_all[0][0]:
+            raise UserError(
+                f"{what}: rank {number} on {host} has other ones than rank 0 on {of_all[0][1]}"
+            )
 
 
 @contextmanager

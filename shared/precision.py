@@ -33,8 +33,13 @@ def set_precision(precision: Precision, device: torch.device) -> None:
         raise UserError(f"--precision fp16: gradients cannot be scaled on {device}; try bf16")
     if precision == "fp16" and device.type == "cpu" and not computes_fp16():
         print(
-            "warning: --precision fp16: this CPU has no float16 arithmetic, so it is tens of times "
-            "slower than bf16 or fp32"
+            "warning: --precision fp16: this CPU has no float16 arithmetic, and emulates it: tens "
+            "of times slower than fp32"
+        )
+    if precision == "bf16" and not computes_bf16(device):
+        print(
+            "warning: --precision bf16: this CPU has no bfloat16 arithmetic, and emulates it: tens "
+            "of times slower than fp32"
         )
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"

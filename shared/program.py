@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shared.distributed import leave, main_speaks_first, speaks_first
+from shared.distributed import leave, main_speaks_first, speaks_first, told_later
 from shared.errors import Disconnected, Diverged, Interrupted, UserError
 from shared.settings import ConfigT, parse
 
@@ -61,7 +61,9 @@ def _run(
     try:
         with main_speaks_first():
             arguments = sys.argv[1:] if argv is None else argv
-            result = main(parse(config_class, arguments, prog, description))
+            with told_later():
+                config = parse(config_class, arguments, prog, description)
+            result = main(config)
     except UserError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2

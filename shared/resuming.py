@@ -77,6 +77,8 @@ def find(
     """
     found = _find_checkpoint(config, folder, checkpoints)
     if found is None:
+        if last:
+            print(f"{folder} has no checkpoint yet: from the beginning")
         return Found(folder, None, Path(), None)
     source, saved = found
     is_done = saved["progress"]["epoch"] >= config.epochs

@@ -1,6 +1,5 @@
 """What the machine is, what it can do, and how fast it multiplies matrices at best."""
 
-import os
 import time
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from bench.measuring.clock import make_clock
 from bench.switches import Facts
 from shared import environment
+from shared.data.decoding import usable_cores
 from shared.precision import computes_bf16, computes_fp16
 
 MATRIX = {"cpu": 2048}
@@ -38,14 +38,8 @@ def facts(device: torch.device) -> Facts:
         tf32=tf32,
         bf16=bf16,
         fp16=fp16,
-        cores=_cores(),
+        cores=usable_cores(),
     )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def peaks(device: torch.device, can: Facts) -> dict[str, float]:

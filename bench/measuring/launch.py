@@ -61,6 +61,7 @@ class Launch:
         self._stderr = folder / "stderr.txt"
         self._oom_kills = _oom_kills()
         self._buffer = b""
+        self._is_over = False
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
                 command,
@@ -122,7 +123,7 @@ class Launch:
         if said["event"] == "failed":
             self.kill()
             raise Lost(said["status"], said["reason"])
-        assert said["event"] == event, said
+        assert said.pop("event") == event, said
         return said
 
     def _read_some(self, deadline: float, limit: float) -> None:
@@ -147,16 +148,11 @@ class Launch:
             return Lost("failed", f"ended by {signal.Signals(-code).name}{said}")
         return Lost("failed", f"ended with code {code}{said}")
 
-    def end(self) -> None:
-        """Let it end, and wait for it; it has not got long."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.stdin.close()
-            self._process.wait(timeout=30)
-        self.kill()
-
     def kill(self) -> None:
-        """End it and everything that it has started, now."""
+        """End it and everything that it has started, now; the second time, nothing."""
+        if self._is_over:
+            return
+        self._is_over = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -172,7 +168,7 @@ def _environment(spec: Spec, place: Place, cache: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": search,
-        "OMP_NUM_THREADS": str(spec.threads),
+        **({} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         **place.environ,

@@ -6,7 +6,7 @@ answers on standard output, a line of JSON each. Whatever else is printed goes t
     worker: {"event": "ready", ...}                   after numerics, first step and warm-up
     conductor: {"command": "block", "steps": 10}      worker: {"event": "block", ...}
     conductor: {"command": "park"}                    worker: {"event": "parked", ...}
-    conductor: {"command": "end"}, or the end of the stream
+    conductor: the end of the stream                  worker ends
     worker: {"event": "failed", "status": "oom", "reason": "..."}      at any time, and ends
 """
 
@@ -34,8 +34,8 @@ class Spec:
     """measure: blocks on request. float64: the same steps in float64, for comparison. describe:
     what the machine is and can do."""
     device: str
-    threads: int
-    """Of each process."""
+    threads: int | None
+    """Of each process; None leaves it to torch."""
     workload: Workload | None = None
     switches: Switches = PLAIN
     batch_size: int = 0

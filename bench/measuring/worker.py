@@ -264,8 +264,6 @@ def measure(spec: Spec, channel: Channel) -> None:
                 channel.send("block", **measurement.block(command["steps"]))
             case "park":
                 channel.send("parked", memory=measurement.park())
-            case "end":
-                return
             case other:
                 raise ValueError(f"no such command: {other}")
 
@@ -306,7 +304,8 @@ def run(spec: Spec, channel: Channel) -> None:
         case "float64":
             compute_exactly(spec, channel)
         case "describe":
-            torch.set_num_threads(spec.threads)
+            if spec.threads is not None:
+                torch.set_num_threads(spec.threads)
             channel.send("described", **describe(choose_device(spec.device)))
 
 

@@ -27,7 +27,7 @@ from shared.data.loading import micro_batches, seed_sample
 from shared.data.sampling import SampleKey
 from shared.data.splits import PARTS, Splits, carve, check_labels, spread
 from shared.devices import move
-from shared.distributed import main_goes_first
+from shared.distributed import check_same, main_goes_first
 from shared.settings import LARGEST, RunConfig
 
 SMALL = 64
@@ -236,8 +236,16 @@ def load(config: ImageConfig) -> Splits[ImageSet]:
     """Read the data set that the settings name.
 
     Raises:
-        UserError: it is not there, or something is wrong with it; all that is, at once.
+        UserError: it is not there, or something is wrong with it; all that is, at once. Or another
+            process has read another one.
     """
+    splits = _load(config)
+    labels = [(part.classes, part.labels.tolist()) for part in splits]
+    check_same(f"--data {config.data}: classes and labels", labels)
+    return splits
+
+
+def _load(config: ImageConfig) -> Splits[ImageSet]:
     match config.data:
         case "digits":
             splits = _digits()

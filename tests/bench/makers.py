@@ -14,6 +14,8 @@ from shared.runs import StepResult
 
 STEP = 0.004
 """Seconds of a plain step."""
+BIG = 1 << 29
+"""Bytes."""
 FAULTS = {
     "slower": {"checkpointing": "full"},
     "raises": {"compile": "default"},
@@ -22,6 +24,7 @@ FAULTS = {
     "wrong": {"varlen": "packed"},
     "hog": {"source": "loader"},
     "unsynchronised": {"augmentation": "device"},
+    "big": {"workers": 1},
 }
 """Variants of an axis, by what is wrong with them."""
 
@@ -59,6 +62,8 @@ class Spin:
                 self.model.weight.grad *= 1.1
             case "hog":
                 self._kept = torch.ones(1 << 33, dtype=torch.uint8)
+            case "big":
+                self._kept = torch.ones(BIG, dtype=torch.uint8)
         if self._fault == "unsynchronised":
             self._busy_until = max(self._busy_until, time.perf_counter()) + STEP
             return StepResult(Later(loss.detach(), self._busy_until), loss, loss)
@@ -85,3 +90,30 @@ def spin(seconds: float) -> None:
 
 def make(spec: Spec) -> Spin:
     return Spin(spec)
+
+
+class Work:
+    """Real work on one core, and for one variant a known share more of it, by CPU time."""
+
+    samples, cycle, waited = 8, 1, 0.0
+
+    def __init__(self, spec: Spec) -> None:
+        self.model = nn.Linear(256, 256).double()
+        self._inputs = torch.ones(256, 256, dtype=torch.float64)
+        self._more = 0.05 if spec.switches.checkpointing == "selective" else 0.0
+
+    def step(self) -> StepResult:
+        began = time.thread_time()
+        self.model.zero_grad()
+        loss = self.model(self._inputs).square().mean()
+        loss.backward()
+        for _ in range(3):
+            self._inputs @ self._inputs
+        until = began + (1 + self._more) * (time.thread_time() - began)
+        while time.thread_time() < until:
+            pass
+        return StepResult(loss.detach(), loss, loss)
+
+
+def make_work(spec: Spec) -> Work:
+    return Work(spec)

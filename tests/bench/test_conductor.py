@@ -14,10 +14,11 @@ import pytest
 
 from bench import record
 from bench.axes import Axis, cases_of
-from bench.measuring.conductor import Conductor, Members, Plan
+from bench.measuring.conductor import Conductor
 from bench.measuring.journal import Journal
+from bench.measuring.plan import Members, Plan
 from bench.workloads import WORKLOADS
-from tests.bench.makers import FAULTS
+from tests.bench.makers import BIG, FAULTS
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = WORKLOADS["encoder"]
@@ -36,14 +37,13 @@ def members(*variants: str) -> Members:
 def measure(folder: Path, plan: Plan, *variants: str, **options) -> Journal:
     journal = Journal(folder / "journal.jsonl")
     with Conductor(journal, plan, rows=len(variants), maker=MAKER, **options) as conductor:
-        facts = conductor.open_suite()
         conductor.ask([members(*variants)])
-        conductor.measure(members(*variants), facts)
+        conductor.measure(members(*variants))
     return journal
 
 
 def rows_of(journal: Journal) -> dict[str, dict]:
-    return {row["variant"]: row for row in record.cases(journal, PLAN.rules)}
+    return {row["variant"]: row for row in record.parts(journal, PLAN.rules)["cases"]}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def rows(tmp_path_factory) -> dict[str, dict]:
 
 def test_each_fault_is_a_row_with_its_status_and_the_others_are_there(rows):
     found = {name: (row["status"], row["reason"]) for name, row in rows.items()}
-    for name in ("plain", "control", "slower", "wrong", "unsynchronised"):
+    for name in ("plain", "control", "slower", "wrong", "unsynchronised", "big"):
         assert found.pop(name) == ("ok", None)
     assert found.pop("raises") == ("failed", "ArithmeticError: planted")
     status, reason = found.pop("nan")
@@ -75,6 +75,14 @@ def test_a_planted_length_is_what_is_measured(rows):
     # 8 samples in 4 ms; other processes may have taken time, and none can have given any.
     assert 500 < rows["plain"]["samples_per_s"] <= 2000
     assert rows["plain"]["step_s"] >= 0.004
+
+
+def test_what_one_case_takes_shows_in_no_other(rows):
+    """Whatever the order, which is drawn."""
+    peaks = {name: row["memory"]["peak_rss"] for name, row in rows.items() if row["memory"]}
+    big = peaks.pop("big")
+    assert max(peaks.values()) < 1.2 * min(peaks.values())
+    assert big > min(peaks.values()) + BIG
 
 
 def test_flags_say_what_is_wrong(rows):
@@ -156,4 +164,5 @@ def test_a_killed_suite_goes_on_and_measures_each_block_once(tmp_path):
     assert set(after) == expected
     rows = rows_of(Journal(tmp_path / "journal.jsonl"))
     assert {row["status"] for row in rows.values()} == {"ok"}
+    assert [len(launch["block_step_s"]) for launch in rows["slower"]["launches"]] == [6]
     assert rows["slower"]["ratio"] == pytest.approx(0.5, rel=0.2)

@@ -50,7 +50,8 @@ def journal_of(path, times: dict[str, float], rounds: int = 8, **changes) -> Jou
                 "case", case=f"a/w/{name}", axis="a", workload="w", about="", variant=name,
                 role=role, changes={}, batch_size=size,
             )  # fmt: skip
-    journal.write("exact", workload="w", batch_size=8, losses=[1.0], flop_per_step=5e9)
+    for name in names:
+        journal.write("exact", case=f"a/w/{name}", losses=[1.0], flop_per_step=5e9)
     for number in range(rounds):
         for name in names:
             journal.write(

@@ -327,7 +327,7 @@ def test_shares_of_different_size_train(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK is '', and WORLD_SIZE is set: start with torchrun"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, and WORLD_SIZE is: start with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "one"}, "RANK is 'one'"),
         ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK=5, WORLD_SIZE=2"),
         ({"WORLD_SIZE": "1", "RANK": "0"}, "rank 0 of 1 cannot join the others at"),
@@ -357,8 +357,10 @@ def test_a_process_that_the_others_do_not_join_gives_up(tmp_path):
     script.write_text(
         "import sys\n"
         "from refs import vision_resnet_distributed as script\n"
+        "from shared import distributed\n"
         "from shared.distributed import together\n"
         "from shared.program import run_program\n"
+        "distributed.LONG_WAIT = 0.2\n"
         "sys.exit(run_program(together(script.main, minutes=0.05), script.Config, ''))\n"
     )
     with socket.socket() as free:
@@ -373,6 +375,7 @@ def test_a_process_that_the_others_do_not_join_gives_up(tmp_path):
         timeout=GRACE,
     )
     assert done.returncode == 2
+    assert f"rank 0 of 2 waits for the others at 127.0.0.1:{port}" in done.stderr
     assert f"rank 0 of 2 cannot join the others at 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
 

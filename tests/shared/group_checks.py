@@ -56,6 +56,14 @@ def check_sums_and_the_largest(folder: Path) -> None:
     assert distributed.largest(-rank()) == 0
 
 
+def check_what_differs_is_refused_by_all(folder: Path) -> None:
+    distributed.check_same("--data", ["a", 1])
+    own = "other" if rank() == world_size() - 1 else "same"
+    with pytest.raises(UserError, match=rf"^--data: rank {world_size() - 1} on .* than rank 0"):
+        distributed.check_same("--data", own)
+    assert on_main(lambda: 5) == 5, "and the group goes on"
+
+
 def check_main_goes_first(folder: Path) -> None:
     with distributed.main_goes_first():
         if rank() == 0:

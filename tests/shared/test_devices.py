@@ -68,6 +68,7 @@ def test_a_device_that_is_there_is_chosen(machine, kind, count, name, expected):
         ("cuda", 2, "cuda:-1", "not a device; try"),
         (None, 0, "cuda", "not on this machine, it has no accelerator;"),
         (None, 0, "meta", "not on this machine, it has no accelerator;"),
+        (None, 0, "cpu:1", "the cores of a machine are one device"),
         ("cuda", 2, "mps", "not on this machine, its accelerator is cuda;"),
         ("cuda", 2, "cuda:2", "this machine has 2 of them, counted from 0"),
     ],

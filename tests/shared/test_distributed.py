@@ -61,11 +61,13 @@ def test_a_launch_is_what_torchrun_says():
 def test_what_is_no_number_is_one_line_that_names_it(name, value):
     with pytest.raises(UserError) as caught:
         Launch.of({**FOUR, name: value})
-    assert str(caught.value) == f"{name} is {value!r}, and WORLD_SIZE is set: start with torchrun"
+    assert str(caught.value) == f"{name} is {value!r}, and has to be a number: start with torchrun"
 
 
 def test_a_world_without_a_rank_is_refused():
-    with pytest.raises(UserError, match=r"^RANK is '', and WORLD_SIZE is set"):
+    with pytest.raises(
+        UserError, match=r"^RANK is not set, and WORLD_SIZE is: start with torchrun$"
+    ):
         Launch.of({"WORLD_SIZE": "2"})
 
 
@@ -145,11 +147,47 @@ def test_a_bad_launch_is_refused_before_anything_is_done(monkeypatch):
         distributed.together(lambda config: pytest.fail("it ran"))(TrainingConfig())
 
 
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_launch_without_a_meeting_place_is_refused(monkeypatch, missing):
+    whole = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in whole.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(UserError, match=f"^{missing} is not set, and WORLD_SIZE is"):
+        distributed.together(lambda config: pytest.fail("it ran"))(TrainingConfig(device="cpu"))
+
+
+def test_a_rank_of_nothing_is_main(monkeypatch):
+    """Other launchers set RANK too: with one process nobody else would speak."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    assert distributed.speaks_first()
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", "early\n"), ("1", "")])
+def test_what_all_print_is_printed_by_rank_0(monkeypatch, capsys, rank, told):
+    monkeypatch.setattr(distributed.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    with distributed.told_later():
+        print("early")
+    assert capsys.readouterr().out == told
+
+    def refuse():
+        print("no such flag", file=sys.stderr)
+        raise SystemExit(2)
+
+    with pytest.raises(SystemExit), distributed.told_later():
+        refuse()
+    assert capsys.readouterr().err == "no such flag\n", "late, and not lost"
+
+
 @pytest.mark.parametrize(("rank", "waits"), [(None, 0), ("0", 0), ("1", 1)])
 def test_those_that_are_not_main_tell_an_error_later(monkeypatch, rank, waits):
     slept = []
     monkeypatch.setattr(distributed.time, "sleep", slept.append)
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(ZeroDivisionError), distributed.main_speaks_first():

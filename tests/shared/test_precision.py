@@ -115,6 +115,13 @@ def test_fp16_on_a_cpu_that_has_to_emulate_it_is_warned_of(monkeypatch, capsys, 
     assert ("no float16 arithmetic" in capsys.readouterr().out) is not computes
 
 
+@pytest.mark.parametrize("computes", [True, False])
+def test_bf16_on_a_cpu_that_has_to_emulate_it_is_warned_of(monkeypatch, capsys, computes):
+    monkeypatch.setattr("shared.precision.computes_bf16", lambda device: computes)
+    set_precision("bf16", CPU)
+    assert ("no bfloat16 arithmetic" in capsys.readouterr().out) is not computes
+
+
 def test_fp16_is_refused_where_gradients_cannot_be_scaled():
     with pytest.raises(UserError, match=r"--precision fp16: .* mps"):
         set_precision("fp16", torch.device("mps"))
