@@ -68,7 +68,7 @@ def compared_with_float64(spec: Spec, folder) -> dict:
         of("encoder", checkpointing="selective"),
         of("resnet50-224", 2, checkpointing="full"),
     ],
-    ids=str,
+    ids=lambda spec: f"{spec.workload.name}-{'-'.join(spec.switches.changed())}",
 )
 def test_first_steps_of_every_workload_are_those_of_float64(spec, tmp_path):
     found = compared_with_float64(spec, tmp_path)

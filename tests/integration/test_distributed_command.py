@@ -297,18 +297,50 @@ def test_a_process_that_fails_ends_all_with_its_message(tmp_path, fault, message
     assert "gloo" not in stderr, "of the others' lost connections nothing is told"
 
 
+OTHER_DATA = """
+import sys
+from refs import vision_resnet_distributed as script
+from shared.data import images
+from shared.data.splits import spread
+from shared.distributed import rank, together
+from shared.program import run_program
+
+whole = images._digits
+
+def one_fewer():
+    splits = whole()
+    return splits._replace(test=spread(splits.test, len(splits.test) - rank()))
+
+images._digits = one_fewer
+sys.exit(run_program(together(script.main), script.Config, ""))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_reads_other_data_is_named_before_the_first_step(tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text(OTHER_DATA)
+    env = {"PYTHONPATH": str(ROOT)}
+    code, _, stderr = ended(launch(script, *TINY, "--run-dir=run", folder=tmp_path, env=env), GRACE)
+    assert code != 0
+    assert stderr.count("--data digits: classes and labels: rank 1 on ") == 1
+    assert 'Traceback (most recent call last):\n  File "' + str(script) not in stderr
+    assert not (tmp_path / "run/config.toml").exists(), "nothing has begun"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--batch-size=0",), "--batch-size must be"),
+        (("--bogus=1",), "--bogus"),
         (("--data=imagefolder", "--data-dir=missing"), "missing"),
         (("--batch-norm=synced",), "--batch-norm synced: not on cpu"),
         (("--parallel=dp",), "--parallel dp: needs one process that has two CUDA devices"),
         (("--batch-size=1258",), "--batch-size 1258: the smallest batch of 1259 samples"),
         (("--batch-size=1256",), "--batch-size 1256 --accumulate 1: of 1259 samples the smallest"),
     ],
-    ids=["value", "data", "device", "parallel", "uneven", "single"],
+    ids=["value", "flag", "data", "device", "parallel", "uneven", "single"],
 )
 def test_an_error_that_all_have_is_told_once(tmp_path, flags, message):
     process = launch(SCRIPT, *TINY, "--run-dir=run", *flags, folder=tmp_path)
