@@ -9,9 +9,9 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 LOWEST = ("torch==2.9.1", "torchvision==0.24.1", "torchaudio==2.9.1")
 
 EVERYTHING = ("-n", "auto", "--dist=loadfile")
-"""What the tests do when nothing is selected: all of it, in parallel, and once with coverage. A file
-is the work of one process, so that what its tests share is made once.
+"""What the tests do when nothing is selected: all of it, in parallel, and once with coverage.
 
+A file is the work of one process, so that what its tests share is made once.
 A selection (a path, `-k name`) runs in one process, so that `--pdb` works and the coverage of a
 part is not mistaken for that of the whole.
 """
