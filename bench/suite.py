@@ -1,13 +1,14 @@
 """A suite: what is asked for, measured comparison by comparison, and the file that comes of it."""
 
 import json
+import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import record
 from bench.axes import AXES, Axis, Case, cases_of
@@ -59,7 +60,7 @@ class Options:
 
     def _problems(self) -> Iterator[str]:
         for flag, names, known in (
-            ("--axis", self.axis, {**AXES, "against": AGAINST}),
+            ("--axis", self.axis, AXES),
             ("--workload", self.workload, WORKLOADS),
         ):
             for name in names or ():
@@ -111,7 +112,7 @@ class Options:
     def axes(self) -> list[Axis]:
         """The axes to measure, in the order of the table."""
         if self.against or self.against_commit:
-            return [AGAINST] + [AXES[name] for name in self.axis or () if name != "against"]
+            return [AGAINST] + [AXES[name] for name in self.axis or ()]
         return [axis for name, axis in AXES.items() if self.axis is None or name in self.axis]
 
     def cases(self) -> Iterator[Case]:
@@ -147,7 +148,9 @@ class Suite:
         self.results.parent.mkdir(parents=True, exist_ok=True)
         self.part_file = self.results.with_suffix(".pytest-benchmark")
         self._tell = tell
-        self._places = _places(options)
+        self._other = _other(options)
+        if self._other is not None:
+            self.plan = replace(self.plan, against=self._other.what)
         self.selected: dict[str, list[Case]] = {}
         """The cases to measure, by axis/workload."""
         self._begun: list[str] = []
@@ -185,8 +188,9 @@ class Suite:
         if self._conductor is None:
             self.journal = Journal(self.journal_file)
             rows = sum(len(cases) - 2 for cases in self.selected.values())
+            places = {"there": self._other.place} if self._other else {}
             try:
-                self._conductor = Conductor(self.journal, self.plan, rows, self._places, self._tell)
+                self._conductor = Conductor(self.journal, self.plan, rows, places, self._tell)
             except Lost as lost:
                 raise UserError(f"the machine cannot be described: {lost.reason}") from None
             self._conductor.ask([Members(*pair) for pair in self.selected.items()])
@@ -203,49 +207,56 @@ class Suite:
             self._conductor.__exit__()
         if self.journal is not None:
             self.journal.close()
-        for place in self._places.values():
-            if place.root != ROOT:
-                subprocess.run(
-                    ["git", "-C", str(ROOT), "worktree", "remove", "--force", str(place.root)],
-                    check=False,
-                    capture_output=True,
-                )
-                place.root.parent.rmdir()
+        if self._other is not None and self._other.place.root != ROOT:
+            checkout = self._other.place.root
+            shutil.rmtree(checkout.parent)
+            subprocess.run(["git", "-C", str(ROOT), "worktree", "prune"], check=True)
 
 
-def _places(options: Options) -> dict[str, Place]:
-    """Where the variant `there` runs.
+class Other(NamedTuple):
+    """Where the variant `there` runs."""
+
+    place: Place
+    what: str
+    """For the file: a version of torch, or a commit."""
+
+
+def _other(options: Options) -> Other | None:
+    """The other interpreter or checkout, where one is asked for.
 
     Raises:
         UserError: it cannot be run there.
     """
     if options.against is not None:
         code = "import torch, tyro, safetensors; print(torch.__version__)"
-        try:
-            done = subprocess.run(
-                [options.against, "-c", code], capture_output=True, text=True, timeout=120
-            )
-        except OSError as error:
-            raise UserError(f"--against {options.against}: {error.strerror}") from None
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-            raise UserError(f"--against {options.against}: {last}")
-        return {"there": Place(python=options.against)}
+        version = _output("--against", options.against, [options.against, "-c", code])
+        return Other(Place(python=options.against), f"torch {version}")
     if options.against_commit is not None:
+        flag, name = "--against-commit", options.against_commit
+        git = ["git", "-C", str(ROOT)]
+        commit = _output(flag, name, [*git, "rev-parse", "--verify", f"{name}^{{commit}}"])
+        worker = f"{commit}:bench/measuring/worker.py"
+        _output(flag, f"{name}: has no benchmarks", [*git, "cat-file", "-e", worker])
         folder = Path(tempfile.mkdtemp(prefix="refbench-commit-")) / "checkout"
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "worktree", "add", "--detach", str(folder),
-             options.against_commit],
-            capture_output=True,
-            text=True,
-        )  # fmt: skip
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["git says nothing"])[-1]
-            raise UserError(f"--against-commit {options.against_commit}: {last}")
-        if not (folder / "bench/measuring/worker.py").exists():
-            raise UserError(f"--against-commit {options.against_commit}: has no bench.measuring")
-        return {"there": Place(root=folder)}
-    return {}
+        _output(flag, name, [*git, "worktree", "add", "--detach", str(folder), commit])
+        return Other(Place(root=folder), f"commit {commit}")
+    return None
+
+
+def _output(flag: str, value: str, command: Sequence[str]) -> str:
+    """What a command prints.
+
+    Raises:
+        UserError: it fails; names the flag, its value, and the last line that was said.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{flag} {value}: {error}") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise UserError(f"{flag} {value}: {last}")
+    return done.stdout.strip()
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

@@ -41,6 +41,9 @@ class Plan:
     """auto: the largest power of two that all variants of a comparison fit. table: that of the
     workload for a device of this size."""
 
+    against: str | None = None
+    """What the variant `there` is: a version of torch, or a commit."""
+
     @property
     def rules(self) -> Rules:
         """What verdicts promise."""

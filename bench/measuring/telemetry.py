@@ -3,6 +3,7 @@
 It is marked and never corrected for: who reads a file decides what to make of it.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ _THROTTLED = {
 
 
 class _Host(NamedTuple):
-    """CPU seconds since the machine started, of all processes and of this one with its children."""
+    """CPU seconds since the machine started, of all processes and of those that measure."""
 
     moment: float
     busy: float
@@ -41,7 +42,9 @@ class Telemetry:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._process = psutil.Process()
+        # Under torchrun the other ranks are its children too, and no strangers.
+        is_of_group = "TORCHELASTIC_RUN_ID" in os.environ
+        self._family = psutil.Process(os.getppid() if is_of_group else os.getpid())
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
@@ -60,7 +63,7 @@ class Telemetry:
         times = psutil.cpu_times()
         steal = getattr(times, "steal", None)
         idle = times.idle + getattr(times, "iowait", 0.0) + (steal or 0.0)
-        own = [self._process, *self._process.children(recursive=True)]
+        own = [self._family, *self._family.children(recursive=True)]
         return _Host(time.monotonic(), sum(times) - idle, steal, sum(map(_cpu_seconds, own)))
 
 

@@ -1,13 +1,18 @@
 """What a suite is asked for, and what it refuses before anything is started."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from bench import record
 from bench.axes import AXES
 from bench.suite import Options, Suite
 from shared.errors import UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,8 @@ def test_a_selected_variant_brings_its_baseline_and_control(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"against": "/no/python"}, "--against /no/python: No such file"),
+        ({"against": "/no/python"}, "--against /no/python: .*No such file"),
+        ({"against": "/bin/false"}, "--against /bin/false: it says nothing"),
         ({"against_commit": "no-such-commit"}, "--against-commit no-such-commit: fatal"),
     ],
 )
@@ -74,3 +80,29 @@ def test_reading_tables_and_files_takes_no_torch():
     code = "import sys, bench.suite, bench.record; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_another_commit_is_checked_out_and_taken_away_again(tmp_path):
+    git = ["git", "-C", str(ROOT)]
+    trees = [*git, "worktree", "list"]
+    before = subprocess.run(trees, capture_output=True, check=True).stdout
+    suite = Suite(Options(results=tmp_path / "a.json", against_commit="HEAD"), print)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert suite.plan.against == f"commit {head.stdout.strip()}"
+    assert subprocess.run(trees, capture_output=True, check=True).stdout != before
+    suite.close()
+    assert subprocess.run(trees, capture_output=True, check=True).stdout == before
+
+
+RESULTS = sorted((ROOT / "bench/results").glob("*.json"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_committed_results_are_what_the_schema_describes(file):
+    assert record.problems(json.loads(file.read_text())) == []
+
+
+def test_there_are_committed_results_and_each_is_told_of():
+    told = (ROOT / "bench/results/README.md").read_text()
+    assert len(RESULTS) >= 3
+    assert all(f"]({file.name})" in told for file in RESULTS)
